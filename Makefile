@@ -1,0 +1,66 @@
+# Every target builds .venv when it is missing or when its inputs changed. `make` alone lists the targets.
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help run test test-unit lint lab bench clean
+
+PARAMS ?= papermill_params/smollm2.yaml
+LAB ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# A moved or copied checkout has an environment that points to the old place: build it again.
+ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
+.PHONY: $(READY)
+endif
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@echo "  PARAMS=FILE     parameter set for run and lab (default papermill_params/smollm2.yaml)"
+	@echo "  LAB=OPTIONS     options for jupyter lab, e.g. LAB='--no-browser --allow-root'"
+
+run: $(READY) ## run the five notebooks on PARAMS; what is fresh is skipped
+	$(BIN)/workbook fetch $(PARAMS)
+	$(BIN)/workbook run $(PARAMS)
+
+test: test-unit ## everything: unit tests, end to end, lint, committed pages
+	$(BIN)/workbook fetch
+	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/ruff check .
+	$(BIN)/workbook check-rendered
+
+test-unit: $(READY) ## unit tests alone (under three minutes)
+	$(BIN)/python -m pytest -q -m "not slow"
+
+lint: $(READY) ## ruff over the package, the tests and the notebooks
+	$(BIN)/ruff check .
+
+lab: $(READY) ## JupyterLab on notebooks/; with PARAMS=FILE on copies with that set injected
+ifeq ($(origin PARAMS),file)
+	$(BIN)/jupyter lab $(LAB) notebooks
+else
+	folder="$$($(BIN)/workbook prepare $(PARAMS))" && $(BIN)/jupyter lab $(LAB) "$$folder"
+endif
+
+bench: $(READY) ## run the benchmarks
+	@set -e; found=; for script in benchmarks/*.py; do \
+	  if [ -f "$$script" ]; then found=1; echo "$$script"; $(BIN)/python "$$script"; fi; done; \
+	if [ -z "$$found" ]; then echo "no benchmarks/*.py"; fi
+
+clean: ## remove .venv and caches; data/ and rendered/ stay
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests notebooks benchmarks scripts \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(READY): pyproject.toml constraints.txt
+	@set -e; \
+	for python in "$(PYTHON)" python3.11 python3 none; do \
+	  if [ "$$python" = none ]; then echo "Python 3.11 or later is needed; python3 here: $$(python3 --version 2>&1)"; exit 1; fi; \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then break; fi; done; \
+	if ! "$$python" -c 'import ensurepip, venv' 2>/dev/null; then \
+	  echo "$$python cannot make environments: install python3-venv (Debian: apt-get install python3-venv)"; exit 1; fi; \
+	if [ "$$(cat $(READY) 2>/dev/null)" != "$(CURDIR)" ] || ! $(BIN)/python -c pass 2>/dev/null; then \
+	  echo "building $(VENV) with $$("$$python" --version): about 3 minutes and 6.5 GB"; \
+	  "$$python" -m venv --clear $(VENV); fi; \
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off -c constraints.txt -e '.[dev]'; \
+	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (ipykernel)" >/dev/null; \
+	printf '%s' "$(CURDIR)" > $(READY)

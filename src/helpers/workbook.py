@@ -1,0 +1,162 @@
+"""The command line: run, prepare, check, check-rendered, params, fetch, doctor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from helpers import environment, manifest, params, runner, stamps
+from helpers.errors import MissingInput, WorkbookError
+from helpers.files import shown
+from helpers.params import ROOT, STAGES, Parameters
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    first, last = STAGES[0], STAGES[-1]
+    if arguments.only:
+        first = last = runner.stage_of(arguments.only)
+    elif arguments.first:
+        first = runner.stage_of(arguments.first)
+    runner.Runner(arguments.params, rendered=arguments.rendered).run(first, last)
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace) -> int:
+    print(shown(runner.prepare(arguments.params)))
+    return 0
+
+
+def recorded_parameters(folder: Path) -> Parameters:
+    """Parameters of a run as its last finished stage recorded them. Raises MissingInput."""
+    for stage in reversed(STAGES):
+        try:
+            values = json.loads((folder / stage / "manifest.json").read_text(encoding="utf-8"))["parameters"]
+        except (OSError, ValueError, KeyError):
+            continue
+        known = {n: v for n, v in values.items() if n in Parameters.model_fields}
+        # The folder may have been moved since; where it lies now is what counts.
+        known |= {"run": folder.name, "runs_folder": str(folder.resolve().parent)}
+        return params.check(known, where=shown(folder / stage / "manifest.json"), complete=False)
+    raise MissingInput(f"no finished stage in {shown(folder)}", where=shown(folder), do="workbook run PARAMS, or give a parameter file")
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Judge a run by a parameter file, or by what its last stage recorded."""
+    given = Path(arguments.run)
+    if given.suffix in (".yaml", ".yml"):
+        parameters = params.load(given)
+    else:
+        default = params.resolve(Parameters.model_fields["runs_folder"].default)
+        parameters = recorded_parameters(given if given.is_dir() else default / arguments.run)
+    states = []
+    for stage in STAGES:
+        state, why = manifest.state(stage, parameters)
+        states.append(state)
+        first, *rest = why.splitlines() or [""]
+        print(f"{stage:32}{state:10}{first}")
+        for line in rest:
+            print(" " * 42 + line.strip())
+    return 0 if set(states) == {"fresh"} else MissingInput.exit_code
+
+
+def _check_rendered(arguments: argparse.Namespace) -> int:
+    faults = stamps.check_rendered()
+    for fault in faults:
+        print(fault, file=sys.stderr)
+    if faults:
+        print("mend it with: make run, then commit rendered/", file=sys.stderr)
+        return 1
+    print("rendered pages of the default run are current")
+    return 0
+
+
+def parameter_rows() -> list[tuple[str, str, str, str, str]]:
+    """Name, type with range, default, notebooks and meaning of every parameter, from the schema."""
+    rows = []
+    for name, spec in Parameters.model_json_schema()["properties"].items():
+        kind = " | ".join(map(str, spec["enum"])) if "enum" in spec else spec["type"]
+        if kind == "array":
+            kind = f"list of {spec['items']['type']}"
+        bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+        limits = ", ".join(f"{sign} {spec[key]:.15g}" for key, sign in bounds.items() if key in spec)
+        notebooks = " ".join(f"0{digit}" for digit in spec["stages"])
+        rows.append((name, f"{kind} {limits}".strip(), json.dumps(spec["default"]), notebooks, spec["description"]))
+    return rows
+
+
+def _params(arguments: argparse.Namespace) -> int:
+    rows = [("parameter", "type and range", "default", "notebooks", "meaning"), *parameter_rows()]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip())
+    return 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from helpers import verifier
+
+    name = arguments.verifier
+    if Path(name).suffix in (".yaml", ".yml"):
+        name = params.load(name).verifier
+    print(shown(verifier.ensure(name)))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    checks = environment.doctor()
+    for check in checks:
+        print(f"{check.state:9}{check.name:16}{check.found}" + (f"\n{'':25}do: {check.do}" if check.do else ""))
+    return 1 if any(check.state == "problem" for check in checks) else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The argument parser with its subcommands."""
+    top = argparse.ArgumentParser(prog="workbook", description="The EAGLE-3 draft workbook.", epilog="Exit codes: helpers/errors.py.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, function: object, text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(function=function)
+        return command
+
+    run = add("run", _run, "run the notebooks on a parameter set; what is fresh is skipped")
+    run.add_argument("params", type=Path, metavar="PARAMS", help="parameter file, e.g. papermill_params/smollm2.yaml")
+    which = run.add_mutually_exclusive_group()
+    which.add_argument("--from", dest="first", metavar="NN", help="first notebook: 1..5, 01..05 or a stage name")
+    which.add_argument("--only", metavar="NN", help="this notebook alone")
+    run.add_argument("--rendered", type=Path, default=ROOT / "rendered", metavar="DIR", help="where the folder of pages goes (rendered)")
+    prepare = add("prepare", _prepare, "write copies of the notebooks with a parameter set injected, without running them")
+    prepare.add_argument("params", type=Path, metavar="PARAMS")
+    check = add("check", _check, "state of every stage of a run: fresh, stale, damaged or missing (every file is hashed)")
+    check.add_argument("run", metavar="RUN|PARAMS", help="name or folder of a run, or a parameter file")
+    add("check-rendered", _check_rendered, "whether the committed pages of the default run are current")
+    add("params", _params, "every parameter: type, range, default, notebooks, meaning")
+    fetch = add("fetch", _fetch, "put the verifier on this disk, once; offline afterwards")
+    fetch.add_argument("verifier", nargs="?", default=Parameters.model_fields["verifier"].default, metavar="VERIFIER|PARAMS")
+    add("doctor", _doctor, "check versions, device, kernel, disk and memory for what is known to go wrong")
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.function(arguments)
+    except WorkbookError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except runner.Terminated:
+        print("stopped by SIGTERM; finished stages and pages are kept, the same command goes on from there", file=sys.stderr)
+        return runner.TERMINATED
+    except KeyboardInterrupt:
+        print("stopped; finished stages and pages are kept, the same command goes on from there", file=sys.stderr)
+        return runner.INTERRUPTED
+    except BrokenPipeError:  # `workbook params | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
