@@ -61,6 +61,6 @@ $(READY): pyproject.toml constraints.txt
 	if [ "$$(cat $(READY) 2>/dev/null)" != "$(CURDIR)" ] || ! $(BIN)/python -c pass 2>/dev/null; then \
 	  echo "building $(VENV) with $$("$$python" --version): about 3 minutes and 6.5 GB"; \
 	  "$$python" -m venv --clear $(VENV); fi; \
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off -c constraints.txt -e '.[dev]'; \
+	$(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt -e '.[dev]'; \
 	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (ipykernel)" >/dev/null; \
 	printf '%s' "$(CURDIR)" > $(READY)

@@ -240,7 +240,8 @@ def test_prompts_edited_while_a_stage_runs_leave_it_stale_for_the_new_ones(run, 
     stage = manifest.open_stage(ONE, run())
     (tmp_path / "train.jsonl").write_text('{"id": "edited"}\n')
     stage.finish([], {})
-    assert manifest.state(ONE, run())[0] == "stale"
+    state, why = manifest.state(ONE, run())
+    assert state == "stale" and "prompts_train: the file" in why
 
 
 HOLD = """

@@ -40,7 +40,7 @@ class Estimate:
         return {name: None if isinstance(v, float) and np.isnan(v) else v for name, v in asdict(self).items()}
 
 
-def ratio_interval(num_NM, den_NM, *, seed: int = 0, resamples: int = RESAMPLES, level: float = LEVEL):  # noqa: N803 (shape suffix)
+def ratio_interval(num_NM, den_NM, *, seed: int = 0, resamples: int = RESAMPLES, level: float = LEVEL):
     """Ratios of sums over prompts with percentile bootstrap intervals; prompts are resampled, their steps stay together.
 
     Steps of one answer resemble each other, so resampling steps would give intervals that are too narrow. The percentile
@@ -58,13 +58,13 @@ def ratio_interval(num_NM, den_NM, *, seed: int = 0, resamples: int = RESAMPLES,
         value = num.sum(0) / den.sum(0)
         rng, draws = np.random.default_rng(seed), []
         for start in range(0, resamples, chunk := max(1, 4_000_000 // n)):
-            weights_rn = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, resamples - start)).astype(float)
-            draws.append((weights_rn @ num) / (weights_rn @ den))
-    draws_rm = np.concatenate(draws)
+            weights_RN = rng.multinomial(n, np.full(n, 1 / n), size=min(chunk, resamples - start)).astype(float)
+            draws.append((weights_RN @ num) / (weights_RN @ den))
+    draws_RM = np.concatenate(draws)
     low, high = np.full(len(value), np.nan), np.full(len(value), np.nan)
     known = (den > 0).sum(0) >= 2
     if known.any():
-        low[known], high[known] = np.nanpercentile(draws_rm[:, known], [50 * (1 - level), 50 * (1 + level)], axis=0)
+        low[known], high[known] = np.nanpercentile(draws_RM[:, known], [50 * (1 - level), 50 * (1 + level)], axis=0)
     return value, low, high
 
 
@@ -72,7 +72,9 @@ def _with_steps(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     check(records)
     kept = [r for r in records if len(r["emitted"])]
     if not kept:
-        raise DataError(f"no verification step in {len(records)} chain records", do="evaluate prompts whose answers have at least two tokens")
+        raise DataError(
+            f"no verification step in {len(records)} chain records", do="evaluate prompts whose answers have at least two tokens"
+        )
     return kept
 
 

@@ -72,9 +72,7 @@ def check(records: Sequence[Mapping[str, Any]]) -> None:
     for record in records:
         missing = [k for k in ("id", "category", "prompt_tokens", "tokens", "drafted", "accepted", "emitted", "miss") if k not in record]
         if missing:
-            raise DataError(
-                f"chain record without {', '.join(missing)}", where=str(record.get("id", "")), do="make it with acceptance.flatten"
-            )
+            raise DataError(f"chain record without {', '.join(missing)}", where=str(record.get("id", "")), do="make it with chains.flatten")
         where = f"record {record['id']}"
         if record["id"] in seen:
             raise DataError(f"two chain records with id {record['id']}", where=where, do="give every prompt its own id")
@@ -86,7 +84,9 @@ def check(records: Sequence[Mapping[str, Any]]) -> None:
             reached = a < d and e == a + 1  # the first refused slot lies inside the answer, so its reason is known
             if not (0 <= a <= d and 1 <= e <= a + 1 and miss in ("", "outside", "wrong") and (miss != "") == reached):
                 raise DataError(
-                    f"drafted {d}, accepted {a}, emitted {e}, miss {miss!r} cannot be", where=f"{where}, step {i}", do="decode this prompt again"
+                    f"drafted {d}, accepted {a}, emitted {e}, miss {miss!r} cannot be",
+                    where=f"{where}, step {i}",
+                    do="decode this prompt again",
                 )
         if len(record["tokens"]) != 1 + sum(record["emitted"]):
             raise DataError(

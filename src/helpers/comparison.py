@@ -50,9 +50,9 @@ def compare(
     difference = float(lengths[0] - lengths[1])
     low = high = math.nan
     if n >= 2:
-        weights_rn = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
-        ratios_r2 = (weights_rn @ num) / (weights_rn @ den)
-        low, high = (float(v) for v in np.percentile(ratios_r2[:, 0] - ratios_r2[:, 1], [50 * (1 - level), 50 * (1 + level)]))
+        weights_RN = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=resamples)
+        ratios_R2 = (weights_RN @ num) / (weights_RN @ den)
+        low, high = (float(v) for v in np.percentile(ratios_R2[:, 0] - ratios_R2[:, 1], [50 * (1 - level), 50 * (1 + level)]))
     verdict, needed = "cannot tell at this n", None
     if n >= FEWEST_PAIRS and (low > 0 or high < 0):
         verdict = "better" if difference > 0 else "worse"

@@ -176,7 +176,7 @@ class Stage:
         return lines or ["a parameter that no longer exists"]
 
     def _aim(self) -> dict[str, Any]:
-        """What this stage is being made for: its fingerprint and the digests of the stages before it.
+        """What this stage is being made for: its fingerprint, its prompt files and the digests of the stages before it.
 
         Fixed when the stage is opened, since what a notebook has read stays what it was when a file changes under it.
         """
@@ -186,7 +186,12 @@ class Stage:
         for earlier in _upto(self.name)[:-1]:
             made = _read(self.folder.with_name(earlier) / "manifest.json") or {}
             upstream[earlier] = {"fingerprint": made.get("fingerprint"), "digest": made.get("digest")}
-        return {"stage": self.name, "fingerprint": fingerprint(self.name, self.parameters), "upstream": upstream}
+        return {
+            "stage": self.name,
+            "fingerprint": fingerprint(self.name, self.parameters),
+            "contents": contents(self.name, self.parameters),
+            "upstream": upstream,
+        }
 
     def remember(self, name: str, compute: Callable[[], Any]) -> Any:
         """Result of a heavy cell, kept in `results/<name>.json`: read if it was made for the same aim, else computed.
@@ -230,7 +235,6 @@ class Stage:
             files = self._files(outputs)
             listed = {n: {"sha256": file_sha256(p), "bytes": p.stat().st_size, "mtime_ns": p.stat().st_mtime_ns} for n, p in files.items()}
             digest = hashlib.sha256(json.dumps({n: made["sha256"] for n, made in listed.items()}, sort_keys=True).encode()).hexdigest()
-            prompts = contents(self.name, self.parameters)
             spent = time.monotonic() - self._opened + self._reused if seconds is None else seconds
             known = dict.fromkeys(n for stage in _upto(self.name) for n in params.names(stage))
             manifest = {
@@ -239,8 +243,7 @@ class Stage:
                 "made": _now(),
                 "results_version": RESULTS_VERSION,
                 "parameters": {n: getattr(self.parameters, n) for n in known},
-                "contents": prompts,
-                "inputs": {made["path"]: {k: made[k] for k in ("sha256", "bytes")} for made in prompts.values()},
+                "inputs": {made["path"]: {k: made[k] for k in ("sha256", "bytes")} for made in self._aim()["contents"].values()},
                 "outputs": listed,
                 "digest": digest,
                 "results": plain(results),

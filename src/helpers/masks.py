@@ -113,7 +113,7 @@ def _tagged(tokenizer: Any, messages: Sequence[Message], tools: Any, arguments: 
     """Ids and mask by the template's `{% generation %}` marks, where it has them and the tokenizer can place them."""
     if not TAGS.search(template(tokenizer, tools)) or not tokenizer.is_fast:
         return None
-    out = tokenizer.apply_chattemplate(
+    out = tokenizer.apply_chat_template(
         list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **(arguments or {})
     )
     return list(out["input_ids"]), list(out["assistant_masks"])

@@ -11,15 +11,18 @@ from typing import Any
 
 import pandas as pd
 
-from helpers.conversations import Prompt, Tokenised, prompt_ids, tokenise
+from helpers.conversations import Tokenised
 from helpers.errors import DataError
 from helpers.masks import INSERTED, SCAFFOLD
+from helpers.messages import Message, Prompt
+from helpers.rendering import prompt_ids
 
 SHINGLE = 8  # words; shorter texts are one shingle
 NEAR = 0.5  # share of an evaluation prompt's shingles seen in training that counts as near
 # Words, with Chinese and Japanese characters one by one: those scripts set no spaces.
 WORDS = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 STAND_IN = "Yes."
+MAY_BE_CUT = "answers may be cut where the row reaches its limit"
 
 
 @dataclass
@@ -37,39 +40,29 @@ def plan(
 ) -> Tokenised:
     """What a prompt's row will be once the verifier has answered it, at most; nothing is generated.
 
-    The template and its mask are tried on stand-in answers, so a template that cannot be used shows before any work. A prompt
+    The template is tried on stand-in answers, so one that refuses the conversation shows before any work. A prompt that is
     answered in its file has its turns answered anew all the same: give `tokenise` its messages to use them as they are.
 
     Returns:
-        Prompt tokens, an empty mask, and `planned_tokens`: the most that answers can add within `max_tokens`.
+        The ids of the last prompt, an empty mask, and `planned_tokens`: the most that answers can add within `max_tokens`.
 
     Raises:
-        DataError: naming the row: refused by the template, unprovable mask, or a prompt of `max_tokens` or more.
+        DataError: naming the row: refused by the template, or a prompt of `max_tokens` or more. VerifierError: no template.
     """
-    turns, messages = prompt.turns(), []
-    for chunk in turns:
-        messages += [*chunk, {"role": "assistant", "content": STAND_IN}]
-    tried = tokenise(tokenizer, messages, max_tokens=1 << 30, tools=prompt.tools, row=prompt.id, arguments=arguments)
-    ids = prompt_ids(tokenizer, messages[:-1], prompt.tools, arguments=arguments, row=prompt.id)
+    messages: list[Message] = []
+    for n, chunk in enumerate(turns := prompt.turns()):
+        messages += [{"role": "assistant", "content": STAND_IN}] * (n > 0) + chunk
+    ids = prompt_ids(tokenizer, messages, prompt.tools, arguments=arguments, row=prompt.id)
     if len(ids) >= max_tokens:
         raise DataError(
             f"the prompt has {len(ids)} tokens, {max_tokens} are allowed for prompt and answer together",
             where=prompt.id,
             do="shorten the prompt, leave it out or raise max_sequence_tokens",
         )
-    planned = len(turns) * answer_max_tokens
-    room = max_tokens - len(ids)
-    return Tokenised(
-        ids,
-        [0] * len(ids),
-        tried.source,
-        id=prompt.id,
-        answers=len(turns),
-        supervised_answers=tried.supervised_answers,
-        full_tokens=len(ids),
-        planned_tokens=min(planned, room),
-        notes=tried.notes + ["answers may be cut at max_sequence_tokens"] * (planned > room),
-    )
+    planned, room = len(turns) * answer_max_tokens, max_tokens - len(ids)
+    notes = [MAY_BE_CUT] * (planned > room)
+    counts = {"answers": len(turns), "supervised_answers": len(turns), "full_tokens": len(ids), "planned_tokens": min(planned, room)}
+    return Tokenised(ids, [0] * len(ids), "generated", id=prompt.id, **counts, notes=notes)
 
 
 def rate(work: Callable[[list[list[int]]], Any], rows: Sequence[Tokenised], *, budget: int = 2048) -> float:

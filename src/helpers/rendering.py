@@ -11,11 +11,12 @@ from typing import Any
 import jinja2
 
 from helpers.errors import DataError, VerifierError
+from helpers.files import shown
 from helpers.messages import Message
 
 
 def _name(tokenizer: Any) -> str:
-    return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
+    return shown(tokenizer.name_or_path) if getattr(tokenizer, "name_or_path", "") else type(tokenizer).__name__
 
 
 def template(tokenizer: Any, tools: Any = None) -> str:

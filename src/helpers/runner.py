@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ class Runner:
             return [fault.what.splitlines()[0]]
         if (page := stamps.read(self.folder / f"{name}.ipynb")) is None:
             return ["no page yet"]
-        if page.metadata.get("workbook", {}).get("stage_digest") != stage.manifest["digest"]:
+        if page.metadata.get("workbook", {}).get("stage_made") != stage.manifest["made"]:
             return ["its page shows another result of the stage"]
         return stamps.outdated(page, self.source(name), name, self.parameters)
 
@@ -128,7 +128,8 @@ class Runner:
         self.say(f"{self.set_name}: {time.monotonic() - start:.0f} s, pages in {shown(self.folder / 'index.html')}")
 
     def _run_one(self, name: str) -> float:
-        source, began, start = self.source(name), datetime.now(UTC), time.monotonic()
+        source, start = self.source(name), time.monotonic()
+        began = datetime.now(UTC) - timedelta(milliseconds=1)  # manifests give milliseconds
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{os.getpid()}.{name}.ipynb"
         try:
@@ -172,6 +173,7 @@ class Runner:
                     log_output=False,
                     start_timeout=180,  # both seconds: a busy machine is slow, not broken
                     iopub_timeout=60,
+                    extra_arguments=["--log-level=CRITICAL"],  # of the kernel: what it says of its sockets is not for the reader
                 )
         except papermill.PapermillExecutionError as error:
             raise _cell_error(name, error) from None
@@ -189,7 +191,7 @@ class Runner:
         """Hold an executed notebook and its stage against what they promise. Raises NotebookError."""
         faults = stamps.unfit(page)
         made, want = self.stage(name).manifest, manifest.fingerprint(name, self.parameters)
-        if not made or datetime.fromisoformat(made.get("made", "1970-01-01T00:00:00+00:00")) < began.replace(microsecond=0):
+        if not made or datetime.fromisoformat(made.get("made", "1970-01-01T00:00:00+00:00")) < began:
             faults.append("it did not finish its stage (no new manifest.json)")
         elif made.get("fingerprint") != want:
             faults.append(f"its manifest is for fingerprint {made.get('fingerprint')}, this run's is {want}")
@@ -205,7 +207,7 @@ class Runner:
         more = {"commit": sha, "dirty": dirty, "set": self.set_name, "date": datetime.now(UTC).isoformat(timespec="seconds")}
         # What remembered results once took belongs to the duration: a page made again from them did not become cheaper.
         reused = made.get("seconds_reused", 0.0)
-        more |= {"seconds": round(seconds + reused, 1), "seconds_reused": reused, "stage_digest": made["digest"]}
+        more |= {"seconds": round(seconds + reused, 1), "seconds_reused": reused, "stage_made": made["made"]}
         stamps.stamp(page, source, name, self.parameters, **more)
         page.metadata.get("papermill", {}).update(input_path=f"notebooks/{name}.ipynb", output_path=shown(self.folder / f"{name}.ipynb"))
         stamps.strip_paths(page)
@@ -221,12 +223,11 @@ class Runner:
         if page is None or isinstance(error, DiskFull):
             return None
         # papermill calls cells completed that never started, and the one that was running when its kernel went.
-        ran = [cell for cell in stamps.code_cells(page) if cell.execution_count is not None]
-        for cell in stamps.code_cells(page):
-            if cell.execution_count is None:
-                cell.metadata.setdefault("papermill", {})["status"] = "pending"
-        if ran and not isinstance(error, UnfitPage):
-            ran[-1].metadata.setdefault("papermill", {})["status"] = "failed"
+        started = [cell for cell in stamps.code_cells(page) if _started(cell)]
+        for cell in stamps.code_cells(page)[len(started) :]:
+            cell.metadata.setdefault("papermill", {})["status"] = "pending"
+        if started and not isinstance(error, UnfitPage):
+            started[-1].metadata["papermill"]["status"] = "failed"
         stamps.strip_paths(page)
         target = self.rendered / "_failed" / self.set_name / f"{name}.ipynb"
         with atomic(target) as path:
@@ -318,13 +319,16 @@ def _cell_error(name: str, error: Any) -> NotebookError:
     return NotebookError(f"{name}: cell {error.exec_count} raised {error.ename}: {error.evalue}\n" + "\n".join(lines))
 
 
+def _started(cell: Any) -> bool:
+    """Whether papermill came to this cell; a kernel that dies at once never gave it an execution count."""
+    return bool(cell.metadata.get("papermill", {}).get("start_time"))
+
+
 def _running_cell(path: Path) -> tuple[int, int] | None:
     """Number of the code cell that is running or ran last, and of all; papermill writes its file at each cell's start."""
     if (page := stamps.read(path)) is None:
         return None
-    cells = stamps.code_cells(page)
-    started = [i for i, cell in enumerate(cells, start=1) if cell.execution_count is not None]
-    return max(started, default=0), len(cells)
+    return sum(map(_started, stamps.code_cells(page))), len(stamps.code_cells(page))
 
 
 class _Heartbeat:

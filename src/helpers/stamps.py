@@ -119,7 +119,7 @@ def strip_paths(notebook: Any) -> None:
         alone = instead.rstrip("/") or "."
         rules.append((re.compile(re.escape(f"{folder}/")), instead))
         if folder != Path.home():
-            rules.append((re.compile(re.escape(str(folder)) + r"(?![\w.-])"), alone))
+            rules.append((re.compile(re.escape(str(folder)) + r"(?![\w-]|\.\w)"), alone))
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):

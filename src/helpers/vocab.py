@@ -8,13 +8,12 @@ files in speculators' layout.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 
 from helpers.errors import DamagedInput, DataError, MissingInput, ParameterError, StaleInput
@@ -89,17 +88,23 @@ def special_ids(tokenizer: Any, more: Iterable[int] = (), *, vocab_size: int) ->
     return sorted(i for i in {*specials(tokenizer).values(), *(int(i) for i in more)} if 0 <= i < vocab_size)
 
 
-def _order(counts: np.ndarray, vocab_size: int, always_keep: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """All V ids in the order they enter a draft vocabulary, and the counts padded to V: kept ones, then by count, ties by id."""
+def entry_order(counts: np.ndarray, vocab_size: int, always_keep: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """All V ids in the order they enter a draft vocabulary (kept ones, then by count, ties by id), and the counts padded to V.
+
+    Raises:
+        DataError, ParameterError: counts, or ids to keep, beyond the vocabulary.
+    """
     counts = np.asarray(counts)
     if counts.ndim != 1 or counts[vocab_size:].any():
-        raise DataError(f"counts of shape {counts.shape} do not fit a vocabulary of {vocab_size:,}", do="count with the verifier's tokenizer")
+        do = "count with the verifier's own tokenizer"
+        raise DataError(f"counts of shape {counts.shape} do not fit a vocabulary of {vocab_size:,}", where=COUNTS, do=do)
     padded = np.zeros(vocab_size, dtype=np.int64)
     padded[: len(counts)] = counts[:vocab_size]
     keep = np.zeros(vocab_size, dtype=bool)
     kept = np.array(sorted({int(i) for i in always_keep}), dtype=np.int64)
     if len(kept) and not 0 <= kept[0] <= kept[-1] < vocab_size:
-        raise ParameterError(f"always_keep holds ids outside the vocabulary of {vocab_size:,}: {kept[0]} to {kept[-1]}", where="always_keep")
+        what = f"tokens to keep have ids from {kept[0]} to {kept[-1]}, the vocabulary has {vocab_size:,}"
+        raise ParameterError(what, where="always_keep", do="use the tokenizer that belongs to the verifier")
     keep[kept] = True
     return np.lexsort((np.arange(vocab_size), -padded, ~keep)), padded
 
@@ -158,8 +163,8 @@ def check(d2t: np.ndarray, t2d: np.ndarray) -> None:
     faults = []
     if len(inside) < len(ids):
         faults.append(f"{len(ids) - len(inside)} draft tokens point outside the vocabulary of {len(t2d):,}")
-    if len(repeated := len(ids) - len(np.unique(ids)) and ids[:-1][np.diff(np.sort(ids)) == 0] or ()):
-        faults.append(f"{len(repeated)} draft tokens share a verifier token with another")
+    if repeated := len(ids) - len(np.unique(ids)):
+        faults.append(f"{repeated} draft tokens share a verifier token with another")
     if (ids[1:] <= ids[:-1]).any():
         faults.append("verifier ids do not rise with draft ids")
     if int(t2d.sum()) != len(d2t) or not t2d[inside].all():
@@ -190,7 +195,7 @@ def build(counts: np.ndarray, draft_vocab_size: int, vocab_size: int, always_kee
             where="draft_vocab_size",
             do=f"choose at least {len(keep)}",
         )
-    order, padded = _order(counts, vocab_size, keep)
+    order, padded = entry_order(counts, vocab_size, keep)
     ids = np.sort(order[:draft_vocab_size]).astype(np.int64)
     unseen = ids[padded[ids] == 0]
     found = VocabMap(ids, vocab_size, keep, int((~np.isin(unseen, keep)).sum()))
