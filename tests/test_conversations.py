@@ -75,6 +75,18 @@ def test_generation_marks_stand_alone_where_boundaries_cannot_be_told():
         made(tiny_chat.SHIFTING.replace("{% generation %}", "").replace("{% endgeneration %}", ""), chat("what is it", "the answer"))
 
 
+def test_generation_marks_alone_are_held_against_the_answers_text():
+    beyond = tiny_chat.SHIFTING.replace("+ '<|im_end|>' }}{% endgeneration %}{{ '\n' }}", "+ '<|im_end|>\n' }}{% endgeneration %}")
+    assert made(beyond, chat("what is it", "the answer"))[1] == ["the answer<|im_end|>"]
+    without_end = tiny_chat.SHIFTING.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}{{ '<|im_end|>' }}")
+    assert made(without_end, chat("what is it", "the answer"))[1] == ["the answer<|im_end|>"]
+    other_text = tiny_chat.SHIFTING.replace("{{ m['content'] + '<|im_end|>' }}{% endg", "{{ m['content'][2:] + '<|im_end|>' }}{% endg")
+    no_end = tiny_chat.SHIFTING.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}")
+    for template in (other_text, no_end):
+        with pytest.raises(DataError, match="cannot be told"):
+            made(template, chat("what is it", "the answer"))
+
+
 def test_a_default_system_prompt_is_context():
     row, texts = made(tiny_chat.DEFAULT_SYSTEM, chat("what is it", "the answer"))
     assert texts == ["the answer<|im_end|>"] and "helpful assistant" in row.spans[0].text and not row.notes
@@ -190,6 +202,8 @@ def test_rows_over_the_limit_are_cut_and_refused_when_nothing_is_left_to_learn()
     tok, messages = tokenizer(), chat("what is it", "the answer " * 20)
     whole, prompt = tokenise(tok, messages, max_tokens=500), prompt_ids(tok, messages[:1])
     cut = tokenise(tok, messages, max_tokens=len(prompt) + 3)
+    two = tokenise(tok, [*messages, *chat("why", "because")], max_tokens=len(whole.input_ids))
+    assert two.input_ids[-1] == tok.eos_token_id and not two.closed  # the end of an earlier answer, not of the last
     assert cut.truncated == len(whole.input_ids) - len(prompt) - 3 and cut.supervised == 3 and not cut.closed
     with pytest.raises(DataError, match=f"prompt alone has {len(prompt)}"):
         tokenise(tok, messages, max_tokens=len(prompt), row="long")
@@ -275,9 +289,10 @@ def test_an_earlier_answer_in_another_context_is_not_supervised():
     tok = tokenizer(tiny_chat.DROPS_REASONING)
     row = from_turns(tok, answered(tok, ["what is it", "why"], THINKING, "because"))
     assert supervised(tok, row)[-1] == "because<|im_end|>" and row.supervised_answers == 1
-    moved = answered(tokenizer(), ["what is it", "why"], "the answer", "because")
-    moved[0] = ([tok.bos_token_id, *moved[0][0]], moved[0][1])
-    assert supervised(tok, from_turns(tok, moved)) == ["because<|im_end|>"]
+    other = answered(tokenizer(), ["what is it", "why"], "the answer", "because")
+    assert len(supervised(tok, from_turns(tok, other))) == 2
+    other[0] = ([tok.bos_token_id, *other[0][0][1:]], other[0][1])  # another first token, the answer in the same place
+    assert supervised(tok, from_turns(tok, other)) == ["because<|im_end|>"]
 
 
 def test_an_earlier_answer_cut_short_lends_no_end_of_turn_token():
@@ -307,5 +322,7 @@ def test_the_coloured_view_is_limited_and_shows_characters_of_several_tokens_who
     tok = tokenizer()
     row = tokenise(tok, chat("word " * 3000, "東京 🎉"), max_tokens=50_000)
     page = mask_html(tok, row)
+    long = mask_html(tok, tokenise(tok, chat("<b>" + "word " * 3000 + "<b>", "yes"), max_tokens=50_000))
+    assert "<b>" not in long and long.count("&lt;b&gt;") == 2
     assert len(page) < 5000 and "東京 🎉" in page and "characters …" in page
     assert len(mask_html(tok, tokenise(tok, chat(*["x " * 200] * 20), max_tokens=10**6), limit=2000)) < 6000

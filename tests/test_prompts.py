@@ -148,6 +148,7 @@ def test_turns_end_where_the_verifier_has_to_speak():
     call = {"role": "assistant", "content": "", "tool_calls": [{}]}
     messages = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "r"}, {"role": "user", "content": "w"}]
     assert [[m["role"] for m in chunk] for chunk in Prompt("x", "c", messages).turns()] == [["user", "assistant", "tool"], ["user"]]
+    assert Prompt("x", "c", messages[:2]).turns() == [messages[:1]]  # the call is the answer
 
 
 def test_a_mixed_file_is_told_apart_row_by_row_and_its_counts_add_up(write):

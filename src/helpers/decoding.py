@@ -144,6 +144,12 @@ class RowCache(Cache):
         for layer in self.layers:
             layer.length = self.longest
 
+    def step(self, tokens: int) -> None:
+        """Count `tokens` just written to every row as kept (rows of one length count by themselves)."""
+        if self.starts is not None:
+            self.starts = self.starts + tokens
+            self.longest += tokens
+
     def _starts(self, rows: int, device) -> torch.Tensor:
         if self.starts is not None:
             return self.starts

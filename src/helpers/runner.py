@@ -110,7 +110,7 @@ class Runner:
         chosen = STAGES[STAGES.index(first) : STAGES.index(last) + 1]
         run_folder = manifest.run_folder(self.parameters)
         expected = _summary(self.folder).get("seconds") or {}
-        start = time.monotonic()
+        start, ran = time.monotonic(), False
         with lock(run_folder / "run.lock", f"run {self.parameters.run}"), _terminable():
             for name in chosen:
                 if not (because := self.reasons(name)):
@@ -121,8 +121,9 @@ class Runner:
                     manifest.require(STAGES[STAGES.index(name) - 1], self.parameters, sha=False)
                 about = f", about {expected[name] / 60:.1f} min" if expected.get(name) else ""
                 self.say(f"{name}: running ({because[0]}){about}")
+                ran = True
                 self.say(f"{name}: done in {self._run_one(name):.0f} s, {shown(self.folder / f'{name}.html')}")
-            if chosen[-1] == STAGES[-1]:
+            if chosen[-1] == STAGES[-1] and (ran or not _summary(self.folder)):
                 write_json(self.folder / "summary.json", self.summary())
             stamps.write_index(self.folder, self.parameters)
         self.say(f"{self.set_name}: {time.monotonic() - start:.0f} s, pages in {shown(self.folder / 'index.html')}")

@@ -1,0 +1,378 @@
+"""speculators' `Trainer`, made to run here: one shim, one subclass, no second copy of its loop.
+
+What is changed and why:
+- the library refuses or breaks on a CPU (device, timer, autocast): `shim` sets these in one place, guarded by version;
+- it keeps checkpoints and optimiser state in bfloat16 and no random state: ours are exact and written whole or not at all;
+- it picks the best epoch by loss: ours by accept length predicted on held-out rows, since acceptance can fall while the
+  loss still falls;
+- a NaN in a stored row or in a gradient ends its runs "OK" with every parameter NaN: here it stops and is named.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from helpers import draft, files, ttt
+from helpers.acceptance import predicted_accept_length
+from helpers.errors import DamagedInput, DataError, WorkbookError
+from helpers.params import Parameters
+
+SUPPORTED = ("0.9",)  # speculators versions whose private names the shim was written against
+
+
+def shim(device: torch.device) -> None:
+    """Point the library's trainer at `device`; on a CPU also replace its accelerator calls.
+
+    Raises:
+        WorkbookError: another speculators version, whose private names may mean something else.
+    """
+    import importlib.metadata
+
+    version = importlib.metadata.version("speculators")
+    if not version.startswith(SUPPORTED):
+        raise WorkbookError(
+            f"speculators {version} is installed; the training shim was written against {' and '.join(SUPPORTED)}",
+            where="helpers.training.shim",
+            do="install the pinned version (constraints.txt), or read the Trainer's seams again and extend SUPPORTED",
+        )
+    from speculators.train import checkpointer, distributed, trainer
+
+    # one quiet line per interval is ours to print; its progress bars would flood a rendered page
+    trainer.tqdm = lambda iterable, **_: iterable
+    logging.getLogger("speculators").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        distributed._local_rank = "cpu"
+        checkpointer.get_current_device = lambda: "cpu"
+        trainer._StepTimer = _CpuTimer
+
+
+class _CpuTimer:
+    """The library's step timer without accelerator synchronisation."""
+
+    def __init__(self, enabled: bool = False):
+        self.enabled, self._marks = enabled, {}
+
+    def reset(self, enabled: bool) -> None:
+        self.enabled, self._marks = enabled, {}
+
+    def mark(self, name: str) -> None:
+        self._marks[name] = time.perf_counter()
+
+    def mark_value(self, name: str, value: float) -> None:
+        self._marks[name] = value
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def profile(self, num_tokens: int) -> dict[str, float] | None:
+        if not self.enabled:
+            return None
+        seconds = self._marks["opt"] - self._marks["start"]
+        fetch = self._marks["fetch"] - self._marks["start"]
+        return {"tokens_per_s": num_tokens / seconds, "step_ms": seconds * 1000, "fetch_frac": fetch / seconds}
+
+
+# --- data --------------------------------------------------------------------------------------------------------
+
+
+class Noise:
+    """Gaussian noise on the hidden states of a training row, off at 0.
+
+    Up to 0.8 speculators had `AddUniformNoise` and `AddGaussianNoise` transforms; 0.9.0 dropped them without a
+    successor. EAGLE-1 drew from U(-0.1, 0.1). The draw uses torch's global generator, which checkpoints restore.
+    """
+
+    def __init__(self, std: float):
+        self.std = std
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        from speculators.models.eagle3.data import shift_batch
+
+        row = shift_batch(row)
+        if self.std:
+            states = row["hidden_states"]
+            row["hidden_states"] = states + (torch.randn(states.shape) * self.std).to(states.dtype)
+        return row
+
+
+def dataset(folder: Path, parameters: Parameters, split: str) -> Any:
+    """The library's dataset over a stored folder, for "train" or "val", that stops at a damaged row and names it."""
+    from hs_connectors import FileTransfer
+    from speculators.train.data import ArrowDataset
+
+    class Checked(ArrowDataset):
+        def _get_raw_data(self, index: int) -> Any:
+            where = files.shown(Path(folder) / "hidden_states" / f"hs_{self._map_to_file_idx(index)}.safetensors")
+            mend = "run notebook 01 again: it redoes the rows that are damaged and keeps the others"
+            try:
+                row = super()._get_raw_data(index)
+            except Exception as error:  # a truncated shard raises from several libraries
+                raise DamagedInput(f"a stored row cannot be read: {error}", where=where, do=mend) from error
+            if not isinstance(row, dict):
+                raise DamagedInput(f"a stored row cannot be used: {row.reason}", where=where, do=mend)
+            for name in ("hidden_states", "verifier_last_hidden_states"):
+                if not torch.isfinite(row[name]).all():
+                    raise DamagedInput(f"{name} holds NaN or infinity", where=where, do=mend)
+            return row
+
+    return Checked(
+        max_len=parameters.train_batch_tokens,
+        datapath=folder,
+        transfer=FileTransfer(Path(folder) / "hidden_states"),
+        on_missing="raise",
+        train_ratio=1.0 - parameters.heldout_share,
+        split=split,
+        hidden_states_dtype=torch.bfloat16 if parameters.verifier_dtype != "float32" else torch.float32,
+    )
+
+
+def loader(data: Any, parameters: Parameters, hidden_size: int, *, train: bool) -> DataLoader:
+    """Packed batches of `train_batch_tokens`, by the library's sampler and collate function."""
+    from speculators.train.data import CollateFn
+    from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
+
+    if max(data.approx_lengths) > parameters.train_batch_tokens:
+        raise DataError(
+            f"a row of {max(data.approx_lengths)} tokens does not fit train_batch_tokens {parameters.train_batch_tokens}, and the library would cut it silently",
+            where="parameter train_batch_tokens",
+            do=f"raise it to {max(data.approx_lengths)} or more",
+        )
+    sampler = MultipackDistributedBatchSamplerV2(parameters.train_batch_tokens, data.approx_lengths, 1, 0, seed=parameters.seed)
+    collate = CollateFn(parameters.train_batch_tokens, hidden_size, dtype=data.hidden_states_dtype, preprocess=Noise(parameters.noise_std if train else 0.0))
+    return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _exact_checkpointer(path: str) -> Any:
+    """A checkpointer with float32 weights, exact optimiser and random state, each checkpoint whole or absent."""
+    from speculators.train.checkpointer import SingleGPUCheckpointer
+
+    class Exact(SingleGPUCheckpointer):
+        def _get_previous_epoch(self) -> int:
+            done = [int(d.name) for d in self.path.iterdir() if d.name.isdigit() and (d / "complete").exists()] if self.path.exists() else []
+            return max(done, default=-1)
+
+        def write(self, epoch: int, model: Any, optimizers: list, schedulers: list, state: dict[str, Any]) -> None:
+            """Save everything into a scratch folder, then move it into place and drop the older checkpoint."""
+            scratch = self.path / f".{epoch}.new"
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(parents=True)
+            try:
+                model.save_pretrained(scratch)
+                torch.save([o.state_dict() for o in optimizers], scratch / "optimizer_state_dict.pt")
+                torch.save([s.state_dict() for s in schedulers], scratch / "scheduler_state_dict.pt")
+                torch.save({"torch": torch.get_rng_state()}, scratch / "random_state.pt")
+                files.write_json(scratch / "training_state.json", state)
+                (scratch / "complete").touch()
+            except OSError as error:
+                shutil.rmtree(scratch, ignore_errors=True)
+                if files.disk_full(error):
+                    raise files.DiskFull("no space left for a checkpoint", where=files.shown(self.path), do="free space and run notebook 04 again: it goes on from the last checkpoint") from error
+                raise
+            target = self.path / str(epoch)
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(scratch, target)
+            for old in self.path.iterdir():
+                if old.name.isdigit() and int(old.name) < epoch:
+                    shutil.rmtree(old)
+
+        def load_optimizer_state_dict(self, model, optimizer, float_dtype=None):
+            for opt, saved in zip(optimizer, torch.load(self.optimizer_path(self.previous_epoch), weights_only=True), strict=True):
+                opt.load_state_dict(saved)
+
+        def load_scheduler_state_dict(self, scheduler):
+            for one, saved in zip(scheduler, torch.load(self.scheduler_path(self.previous_epoch), weights_only=True), strict=True):
+                one.load_state_dict(saved)
+
+        def restore_random_state(self) -> None:
+            torch.set_rng_state(torch.load(self.path / str(self.previous_epoch) / "random_state.pt", weights_only=True)["torch"])
+
+    return Exact(path)
+
+
+# --- the trainer -------------------------------------------------------------------------------------------------
+
+
+def make_trainer(
+    model: Any,
+    parameters: Parameters,
+    train_loader: DataLoader,
+    val_loader: DataLoader,
+    folder: Path,
+    *,
+    attention: str,
+    device: torch.device,
+    report: Callable[[str], None] = print,
+    on_curve: Callable[[list[dict[str, Any]]], None] | None = None,
+) -> Any:
+    """The `Trainer` subclass, ready to run; it resumes from `folder/checkpoints` if one is complete there.
+
+    Args:
+        model: a draft from `draft.build`; it gets our step unless `train_step` is "library".
+        attention: stored with every draft it saves.
+        on_curve: called with all curve rows after each epoch (a live figure).
+    """
+    shim(device)
+    from speculators.losses import resolve_loss_config
+    from speculators.train import trainer as library
+
+    fast = parameters.train_step == "fast"
+    steps = {
+        "ttt_steps": parameters.train_ttt_steps,
+        "ttt_step_loss_decay": parameters.train_step_decay,
+        "loss_config": resolve_loss_config(parameters.train_loss, "eager"),
+    }
+    config = library.TrainerConfig(
+        lr=parameters.train_learning_rate,
+        num_epochs=parameters.train_epochs,
+        save_path=str(folder / "checkpoints"),
+        resume_from_checkpoint=True,
+        train_call_kwargs=steps,
+        val_call_kwargs=steps,
+        optimizer=parameters.train_optimizer,
+        weight_decay=parameters.train_weight_decay,
+        muon_lr=parameters.train_muon_learning_rate,
+        muon_weight_decay=parameters.train_weight_decay,
+        scheduler_type=parameters.train_scheduler,
+        scheduler_warmup_ratio=parameters.train_warmup_ratio,
+        hidden_states_dtype=torch.bfloat16 if parameters.verifier_dtype != "float32" else torch.float32,
+        log_freq=1,
+    )
+
+    class DraftTrainer(library.Trainer):
+        def setup_trainer(self):
+            self.checkpointer = _exact_checkpointer(config.save_path)
+            super().setup_trainer()
+            self.curve, self.best, self.best_epoch = [], 0.0, -1
+            if self.checkpointer.previous_epoch != -1:
+                state = self._load_training_state()
+                self.curve, self.best, self.best_epoch = state["curve"], state["best"], state["best_epoch"]
+                report(f"going on after epoch {self.current_epoch} of {config.num_epochs} from a complete checkpoint")
+
+        def setup_model(self):
+            self.device_type = device.type
+            super().setup_model()
+
+        def setup_optimizer(self):
+            super().setup_optimizer()
+            if self.checkpointer.previous_epoch != -1:
+                self.checkpointer.restore_random_state()
+
+        def _optimizers_step(self):
+            grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+            self.gradient_norm = torch.nn.utils.get_total_norm(grads).item() if grads else 0.0
+            if not self.gradient_norm < float("inf"):
+                raise DataError(
+                    f"the gradient of step {self.global_step} is not finite, so the weights were left as they were",
+                    where="notebook 04, training",
+                    do="lower the learning rate; if it persists, `workbook check` looks for damaged rows",
+                )
+            super()._optimizers_step()
+
+        def train_epoch(self, epoch, *, step_callback=None):
+            super().train_epoch(epoch, step_callback=step_callback)
+            if on_curve is not None:
+                on_curve(self.curve)
+
+        def record(self, entry: dict[str, Any]) -> None:
+            """Keep one logged training step (called by the log handler below)."""
+            train, profile, rate = entry["train"], entry["profile"] or {}, entry["lr"]
+            row = {"step": entry["global_step"], "epoch": entry["epoch"], "gradient_norm": self.gradient_norm}
+            row |= {k: v for k, v in train.items() if k.startswith(("loss", "full_acc", "cond_acc"))}
+            row |= {"learning_rate": max(rate.values()) if isinstance(rate, dict) else rate, "tokens_per_second": profile.get("tokens_per_s")}
+            self.curve.append(row)
+
+        def val_epoch(self, epoch):
+            found = super().val_epoch(epoch)
+            accuracies = [found.get(f"cond_acc_{k}_epoch", 0.0) for k in range(parameters.train_ttt_steps)]
+            found["predicted_accept_length"] = predicted_accept_length(accuracies)
+            last = self.curve[-1]
+            last |= {"heldout_loss": found["loss_epoch"], "heldout_accept_length": found["predicted_accept_length"]}
+            last |= {f"heldout_cond_acc_{k}": a for k, a in enumerate(accuracies)}
+            recent = [r for r in self.curve if r["epoch"] == epoch]
+            speed = sorted(r["tokens_per_second"] or 0.0 for r in recent)[len(recent) // 2]
+            report(
+                f"epoch {epoch + 1}/{config.num_epochs}  step {self.global_step}  loss {sum(r['loss'] for r in recent) / len(recent):.3f}"
+                f"  held-out {found['loss_epoch']:.3f}  predicted accept length {found['predicted_accept_length']:.3f}"
+                f" ({' '.join(f'{a:.3f}' for a in accuracies)})  lr {last['learning_rate']:.1e}  {speed:.0f} tok/s"
+            )
+            return found
+
+        def maybe_save_checkpoint(self, epoch, local_step=0):
+            """Nothing yet: the library calls this before validation, whose verdict belongs into the checkpoint."""
+
+        def maybe_update_best(self, epoch, val_metrics):
+            reached = val_metrics["predicted_accept_length"]
+            if reached > self.best:
+                self.best, self.best_epoch = reached, epoch
+                _save_best(self.model, folder / "best", attention, {"epoch": epoch, "step": self.global_step, "predicted_accept_length": reached})
+            state = {"epoch": epoch, "local_step": 0, "global_step": self.global_step}
+            state |= {"best": self.best, "best_epoch": self.best_epoch, "curve": self.curve}
+            self.checkpointer.write(epoch, self.model, self.optimizers, self.schedulers, state)
+
+    if fast:
+        ttt.bind(model, _full_head(model))
+    made = DraftTrainer(model, config, train_loader, val_loader)
+    handler = _Collector(made)
+    library.metric_logger.handlers = [handler]
+    library.metric_logger.setLevel(logging.INFO)
+    library.metric_logger.propagate = False
+    return made
+
+
+class _Collector(logging.Handler):
+    """Hands the library's metric log to the trainer's curve."""
+
+    def __init__(self, trainer: Any):
+        super().__init__()
+        self.trainer = trainer
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.msg, dict) and "train" in record.msg:
+            self.trainer.record(record.msg)
+
+
+def _full_head(model: Any) -> torch.Tensor:
+    """The verifier's whole output matrix in bfloat16, for accuracies against its full vocabulary."""
+    from speculators.utils.loading import load_model_layers
+
+    found = load_model_layers(["lm_head.weight", "embed_tokens.weight"], model.config.speculators_config.verifier.name_or_path)
+    return found.get("lm_head.weight", found["embed_tokens.weight"]).to(next(model.parameters()).device)
+
+
+def _save_best(model: Any, folder: Path, attention: str, facts: dict[str, Any]) -> None:
+    """Replace the best draft: bfloat16 as it is served, written beside and swapped in."""
+    scratch = folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(scratch, ignore_errors=True)
+    head, step = getattr(model, "full_head", None), model.__dict__.pop("forward", None)
+    model.full_head = None
+    try:
+        draft.save(copy.deepcopy(model).to(torch.bfloat16), scratch, attention=attention, facts=facts)
+    finally:
+        model.full_head = head
+        if step is not None:
+            model.forward = step
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(scratch, folder)
+
+
+def write_curves(curve: list[dict[str, Any]], path: Path) -> None:
+    """All recorded steps as CSV."""
+    names = list(dict.fromkeys(name for row in curve for name in row))
+    with files.atomic(path) as scratch, open(scratch, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(curve)

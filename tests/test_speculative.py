@@ -1,0 +1,113 @@
+"""Chain speculation gives the verifier's own output, whatever the draft proposes."""
+
+import random
+
+import pytest
+import torch
+from speculators.losses import resolve_loss_config
+
+from helpers import speculative, verifier
+from helpers.conversations import prompt_ids, read_prompts
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return verifier.load("tiny", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny):
+    found = read_prompts("data/prompts/evaluation.jsonl").rows[:9]
+    return [prompt_ids(tiny.tokenizer, p.turns()[0])[-n:] for p, n in zip(found, (40, 7, 90, 12, 33, 33, 1, 61, 20), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, prompts):
+    return speculative.decode(tiny, prompts, max_tokens=30, batch_rows=4)
+
+
+def test_plain_decoding_equals_transformers_generate(tiny, prompts, plain):
+    reference = verifier.load("tiny", dtype="float32", attention="eager")
+    for prompt, tokens in zip(prompts, plain.tokens, strict=True):
+        made = reference.model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False)
+        assert tokens == made[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_output_is_unchanged_by_any_draft(tiny, prompts, plain, make_draft, k, rows):
+    drafter = speculative.Drafter(make_draft().eval())
+    found = speculative.decode(tiny, prompts, max_tokens=30, drafter=drafter, k=k, batch_rows=rows)
+    assert found.tokens == plain.tokens
+    records = found.records([str(i) for i in range(9)], ["c"] * 9, drafter.inside)
+    assert all(1 + sum(r["emitted"]) == len(r["tokens"]) for r in records)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 0.7])
+def test_right_guesses_are_accepted_and_the_first_wrong_one_ends_the_chain(tiny, prompts, plain, make_draft, monkeypatch, wrong):
+    """Guesses are the true continuation, each spoilt with probability `wrong`: what is accepted is then known."""
+    chance, prompt, truth = random.Random(3), prompts[0], plain.tokens[0]
+    expected = []
+
+    def oracle(_drafter, cache, _hidden, k):
+        at = cache.get_seq_length() - len(prompt) + 1
+        guesses, m = [], None
+        for i in range(k):
+            right = truth[at + i] if at + i < len(truth) else 0
+            spoilt = chance.random() < wrong
+            if spoilt and m is None:
+                m = i
+            guesses.append((right + 1) % 512 if spoilt else right)
+        expected.append(k if m is None else m)
+        return torch.tensor([guesses])
+
+    monkeypatch.setattr(speculative, "_draft", oracle)
+    found = speculative.decode(tiny, [prompt], max_tokens=30, drafter=speculative.Drafter(make_draft().eval()), k=3)
+    assert found.tokens[0] == truth
+    complete = [(s["accepted"], e) for s, e in zip(found.steps[0], expected, strict=True)][:-1]
+    assert complete and all(a == e for a, e in complete)
+    if wrong == 0.0:
+        assert all(a == 3 for a, _ in complete)
+
+
+def test_an_end_of_turn_inside_an_accepted_run_stops_there(tiny, prompts, plain, make_draft, monkeypatch):
+    truth = plain.tokens[0]
+    stop = truth[5]
+    cut = truth[: truth.index(stop) + 1]
+    monkeypatch.setattr(verifier.Verifier, "end_ids", property(lambda self: {stop}))
+
+    def oracle(_drafter, cache, _hidden, k):
+        at = cache.get_seq_length() - len(prompts[0]) + 1
+        return torch.tensor([truth[at : at + k] + [0] * (k - len(truth[at : at + k]))])
+
+    monkeypatch.setattr(speculative, "_draft", oracle)
+    found = speculative.decode(tiny, [prompts[0]], max_tokens=30, drafter=speculative.Drafter(make_draft().eval()), k=4)
+    assert found.tokens[0] == cut
+    assert sum(len(s["emitted"]) for s in found.steps[0]) == len(cut) - 1
+
+
+def test_the_token_limit_cuts_the_last_step(tiny, prompts, make_draft):
+    for limit in (1, 2, 5):
+        found = speculative.decode(tiny, prompts, max_tokens=limit, drafter=speculative.Drafter(make_draft().eval()), k=3)
+        assert all(len(t) == limit or t[-1] in tiny.end_ids for t in found.tokens)
+
+
+def test_draft_entries_match_the_training_step(tiny, make_draft, make_batch):
+    """Decoding token by token sees what one TTT pass sees: proposals along a teacher-forced chain are the same."""
+    model = make_draft().eval()
+    torch.manual_seed(1)
+    ids = torch.randint(0, 512, (1, 21))
+    states = tiny.states(ids, [2, 4, 5])[0]
+    batch = make_batch([20], [[1] * 20])
+    batch |= {"hidden_states": states[:-1, :3].flatten(1)[None], "input_ids": ids[:, 1:], "verifier_last_hidden_states": states[1:, 3][None]}
+    with torch.no_grad():
+        trained, *_ = model(**batch, ttt_steps=3, loss_config=resolve_loss_config("kl_div", "eager"))
+    drafter = speculative.Drafter(model)
+    for i in range(15):
+        cache = speculative.RowCache(32)
+        with torch.inference_mode():
+            hidden = drafter.advance(cache, ids[:, 1 : i + 2], drafter.features(states[None, : i + 1, :3].flatten(2)))[:, -1]
+            for step in range(3):
+                assert drafter.propose(hidden).argmax(-1).item() == trained[step][0, i].item()
+                if step < 2:
+                    hidden = drafter.advance(cache, ids[:, i + 2 + step : i + 3 + step], hidden[:, None])[:, -1]
