@@ -62,5 +62,6 @@ $(READY): pyproject.toml constraints.txt
 	  echo "building $(VENV) with $$("$$python" --version): about 3 minutes and 6.5 GB"; \
 	  "$$python" -m venv --clear $(VENV); fi; \
 	$(BIN)/python -m pip install --disable-pip-version-check -qq -c constraints.txt -e '.[dev]'; \
-	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (ipykernel)" >/dev/null; \
+	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (ipykernel)" \
+	  --env PYTHONWARNINGS "ignore:IProgress not found" >/dev/null; \
 	printf '%s' "$(CURDIR)" > $(READY)

@@ -39,6 +39,7 @@ def test_one_prompt_gives_a_figure_but_no_interval():
 
 def test_acceptance_by_position_divides_by_the_steps_that_drafted_it():
     rows = acceptance.by_position(BY_HAND)
+    assert [(r["position"], r["drafted"], r["accepted"]) for r in rows] == [(1, 5, 4), (2, 5, 3), (3, 5, 2)]
     # accepted 3, 0, 1, 2, 3 of five steps that drafted three each
     assert [r["rate"] for r in rows] == pytest.approx([4 / 5, 3 / 5, 2 / 5])
     # position 2 was reached by the four that accepted position 1, position 3 by the three that accepted position 2
@@ -92,6 +93,7 @@ def test_context_is_prompt_and_answer_before_the_step():
 def test_predicted_accept_length_sums_the_running_product():
     assert acceptance.predicted_accept_length([0.5, 0.5, 0.2]) == pytest.approx(1 + 0.5 + 0.25 + 0.05)
     assert acceptance.predicted_accept_length([0.5, 0.5, 0.2], 2) == pytest.approx(1.75)
+    assert acceptance.predicted_accept_length([0.0, 0.9]) == 1  # nothing accepted at position 1, so nothing after it
     assert acceptance.predicted_accept_length([1.0] * 3) == 4  # a perfect draft gives K + 1
     for wrong, k in (([1.2], None), ([0.5], 2), ([float("nan")], None)):
         with pytest.raises(DataError):

@@ -30,19 +30,22 @@ def test_no_difference_cannot_be_told():
 
 
 def test_a_difference_within_its_interval_says_how_many_prompts_it_would_take():
-    # gains of 2 and losses of 1 in turn: mean +0.5, standard deviation 1.5, so ±1.96·1.5/√12 = ±0.85 at 12 prompts
-    result = compare(one_step([5, 2] * 6), one_step([3, 3] * 6))
+    # gains of 2 and losses of 1 in turn: mean +0.5, standard deviation 1.5, so ±1.96·1.5/√24 = ±0.60 at 24 prompts
+    result = compare(one_step([5, 2] * 12), one_step([3, 3] * 12))
     assert result["verdict"] == "cannot tell at this n"
     assert result["difference"] == pytest.approx(0.5)
+    assert (result["low"], result["high"]) == pytest.approx((0.5 - 0.6, 0.5 + 0.6), abs=0.07)
     # the interval is as narrow as the difference at (1.96 · 1.5 / 0.5)² = 35 prompts
-    assert 25 <= result["prompts_needed"] <= 45
-    assert "cannot tell" in result["sentence"] and "n = 12" in result["sentence"]
+    assert 28 <= result["prompts_needed"] <= 42
+    assert "cannot tell" in result["sentence"] and "n = 24" in result["sentence"]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_few_prompts_never_decide(n):
     assert compare(one_step([5] * n), one_step([2] * n))["verdict"] == "cannot tell at this n"
     assert compare(one_step([5] * 6), one_step([2] * 6))["verdict"] == "better"
+    low = compare(one_step([5] * n), one_step([2] * n))["low"]
+    assert low is None if n == 1 else low == pytest.approx(3)  # one prompt gives no interval
 
 
 def test_two_equal_drafts_are_rarely_told_apart():

@@ -82,9 +82,21 @@ def test_generation_marks_alone_are_held_against_the_answers_text():
     assert made(without_end, chat("what is it", "the answer"))[1] == ["the answer<|im_end|>"]
     other_text = tiny_chat.SHIFTING.replace("{{ m['content'] + '<|im_end|>' }}{% endg", "{{ m['content'][2:] + '<|im_end|>' }}{% endg")
     no_end = tiny_chat.SHIFTING.replace("+ '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}")
-    for template in (other_text, no_end):
+    header = tiny_chat.SHIFTING.replace("{{ m['content'] + '<|im_end|>' }}{% endg", "{{ 'said: ' + m['content'] + '<|im_end|>' }}{% endg")
+    for template in (other_text, no_end, header):
         with pytest.raises(DataError, match="cannot be told"):
             made(template, chat("what is it", "the answer"))
+
+
+def test_generation_marks_do_not_hide_that_the_template_leaves_out_the_reasoning():
+    with pytest.raises(DataError, match="drops or changes"):
+        made(tiny_chat.TAGGED, [*chat("what is it"), {"role": "assistant", "content": "yes", "reasoning_content": "because"}])
+
+
+def test_an_answer_closed_by_two_special_tokens_is_supervised_up_to_eos():
+    assert made(tiny_chat.TWO_ENDS, chat("what is it", "the answer"))[1] == ["the answer<tool><|im_end|>"]
+    apart = tiny_chat.TWO_ENDS.replace("<tool><|im_end|>", "<tool> <|im_end|>")
+    assert made(apart, chat("what is it", "the answer"))[1] == ["the answer<tool>"]
 
 
 def test_a_default_system_prompt_is_context():
@@ -174,6 +186,25 @@ def test_a_token_over_the_edge_of_prompt_and_answer_is_split_as_in_serving():
     assert row.input_ids[: len(prompt)] == prompt and texts == ["\n\nthe answer<|im_end|>"] and row.notes == [masks.SPLIT]
 
 
+def test_a_tokenizer_that_puts_a_space_before_lone_text_adds_none_to_an_answer():
+    tok = tiny_chat.sentencepiece_like(tiny_chat.ALTERNATING)
+    messages = chat("what is it", "the answer", "why", "because")
+    row = tokenise(tok, messages, max_tokens=500)
+    assert row.input_ids == tok(render(tok, messages), add_special_tokens=False).input_ids
+    assert [text.strip() for text in supervised(tok, row)] == ["the answer<|im_end|>", "because<|im_end|>"]
+    tok = tiny_chat.sentencepiece_like(tiny_chat.CHATML)
+    with pytest.raises(DataError, match="reaches from the prompt into the answer"):  # split, the answer would begin with that space
+        tokenise(tok, chat("what is it", "\nthe answer"), max_tokens=500)
+
+
+def test_a_tokenizer_in_plain_python_without_offsets_gives_the_same_masks():
+    tok = tiny_chat.Slow(bos_token="<s>", eos_token="<|im_end|>", extra_special_tokens=["<|im_start|>"])
+    tok.chat_template = tiny_chat.TAGGED
+    row = tokenise(tok, chat("what is it", "the answer", "why", "because"), max_tokens=500)
+    assert not tok.is_fast and row.source == "boundaries"
+    assert supervised(tok, row) == ["the answer<|im_end|>", "because<|im_end|>"]
+
+
 def test_tool_calls_are_supervised_with_their_arguments_and_results_are_not():
     call = {"type": "function", "function": {"name": "look", "arguments": {"city": "Zürich"}}}
     messages = [
@@ -187,6 +218,21 @@ def test_tool_calls_are_supervised_with_their_arguments_and_results_are_not():
     assert row.spans[0].text.startswith("tools: ") and row.supervised_answers == 2
     with pytest.raises(DataError, match="tool call"):
         made(tiny_chat.CHATML, messages[:2])  # this template knows no tools
+
+
+def test_text_inserted_before_a_tool_call_is_not_supervised():
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    block = "('<think>\n</think>' if m['role'] == 'assistant' else '')"
+    inserts = tiny_chat.TOOLS.replace("'\n' + m['content'] }}", f"'\n' + {block} + m['content'] }}}}")
+    row, texts = made(inserts, [*chat("weather"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert texts == ["<tool>look {}<tool><|im_end|>"] and row.notes == [masks.INSERTED]
+
+
+def test_templates_that_want_tool_arguments_as_text_get_them():
+    call = {"type": "function", "function": {"name": "look", "arguments": {"city": "Zürich"}}}
+    joins = tiny_chat.TOOLS.replace("+ c.function.arguments | tojson +", "+ c.function.arguments +")
+    _, texts = made(joins, [*chat("weather"), {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert texts == ['<tool>look {"city": "Zürich"}<tool><|im_end|>']
 
 
 def test_messages_behind_the_last_answer_and_answers_before_any_question_are_noted():
@@ -219,6 +265,16 @@ def test_a_verifier_without_chat_template_is_an_error_that_says_what_to_do():
 def test_prompt_ids_want_something_to_answer():
     with pytest.raises(DataError, match="nothing to answer"):
         prompt_ids(tokenizer(), chat("a", "b"))
+
+
+def test_templates_that_want_typed_parts_get_them():
+    assert "what is it" in render(tokenizer(tiny_chat.PARTS), chat("what is it"))
+    assert made(tiny_chat.PARTS, chat("what is it", "the answer"))[1] == ["the answer<|im_end|>"]
+
+
+def test_a_template_that_leaves_out_the_question_is_refused():
+    with pytest.raises(DataError, match="leaves out what the user says"):
+        prompt_ids(tokenizer("{{ bos_token }}"), chat("what is it"))
 
 
 def test_template_arguments_reach_the_template():

@@ -34,6 +34,14 @@ def test_a_free_perfect_draft_gives_k_plus_one():
     assert [r["speedup"] for r in rows] == [2, 5]
 
 
+def test_overhead_is_paid_once_a_round():
+    with_overhead = Costs(plain=10, draft=1, verify=((1, 10), (4, 12)), overhead=5)
+    # K=3 with rate 0.5: 1.875 tokens in 12 + 3 + 5
+    row = speedup_model([0.5], with_overhead, (3,))[0]
+    assert row["seconds"] == 20 and row["speedup"] == pytest.approx(18.75 / 20) and row["overhead_share"] == pytest.approx(0.25)
+    assert [r["k"] for r in speedup_model([0.5], with_overhead)] == list(range(1, 9))
+
+
 def test_rates_are_needed():
     with pytest.raises(DataError):
         expected_tokens([], 1)
@@ -49,7 +57,8 @@ def test_fit_takes_medians_and_splits_the_drafts_fixed_part_off():
 def test_fit_through_the_origin_where_no_fixed_part_shows():
     # least squares through the origin on (1, 2), (2, 4.5): (2 + 9) / 5; the free line has intercept -0.5
     assert fit_costs([10], {1: [2], 2: [4.5]}, {2: [11]}).draft == pytest.approx(11 / 5)
-    assert fit_costs([10], {3: [6]}, {2: [11]}).draft == pytest.approx(2)
+    one = fit_costs([10], {3: [6]}, {2: [11]})
+    assert one.draft == pytest.approx(2) and one.overhead == 0
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,7 @@ def test_half_of_a_step_in_all_reduce_makes_verification_cheap():
     assert costs.verify_seconds(4) == pytest.approx(23)
     without = node_case(20, 0.0, allreduce_growth=0, compute_growth=0.1, draft_ms=1)
     assert without.verify_seconds(4) == pytest.approx(26)
+    assert costs.verify[0] == (1, 20) and costs.verify[-1][0] == 9  # up to K = 8 without extrapolating
     gain, less = (best_k(speedup_model([0.7, 0.6], c)) for c in (costs, without))
     assert gain["speedup"] > less["speedup"]
 
@@ -88,7 +98,11 @@ def test_experts_make_verification_dear_at_batch_one_and_less_so_in_a_batch():
 
 def test_the_draft_is_taken_as_two_layers_unless_timed():
     assert node_case(61, 0.5, layers=61).draft == pytest.approx(2)
+    assert node_case(61, 0.5, draft_ms=0.7, overhead_ms=2).overhead == 2
     assert node_case(61, 0.5, draft_ms=0.7).draft == 0.7
+    # all-reduce and the rest each grow by one in a hundred per further token unless told otherwise
+    assert node_case(100, 0.5).verify_seconds(2) == pytest.approx(101)
+    assert node_case(1, 0.5, layers=1).draft == 2  # a verifier of one layer is allowed
     for wrong in ({"expert_share": 0.6}, {"batch": 0}, {"draft_ms": 0}, {"experts": 4}):
         with pytest.raises(DataError):
             node_case(20, 0.5, **wrong)

@@ -111,10 +111,16 @@ def test_each_token_is_marked_for_what_happened_to_it():
         == "step 2, position 2: the draft guessed ‘x’ (the verifier's token is outside the draft vocabulary); then ‘y’, not used"
     )
     assert page.titles[7] == "step 3, position 1: the draft guessed ‘a’ (wrong token); then ‘b’, not used"
+    assert page.titles[1] == "step 1, position 1: accepted" and page.titles[4] == "step 1: all 3 guesses accepted"
     assert page.titles[8] == "step 4: nothing was drafted"
     assert "coding · a7 · 2.00 tokens per step over 5 steps" in page.text
     for meaning, _ in pages.KINDS.values():
         assert meaning in page.text  # the legend
+
+
+def test_a_step_cut_after_its_accepted_tokens_has_neither_bonus_nor_corrected_token():
+    cut = record("a", [(3, 2, 2, ""), (2, 2, 2, "")], tokens=[*b"abcde"], guesses=[[*b"bcx"], [*b"de"]])
+    assert Page(pages.token_view(Bytes(), cut)).kinds == ["prefill", *["accepted"] * 4]
 
 
 def test_line_breaks_and_special_tokens_are_visible():
@@ -136,7 +142,8 @@ def test_the_pieces_of_an_answer_are_its_text(text):
 def test_a_character_of_several_tokens_shows_once_where_it_is_complete():
     assert pages.pieces(Bytes(), list("é🙂".encode())) == ["", "é", "", "", "", "🙂"]
     assert pages.pieces(Bytes(), [65, 0xF0, 0x9F]) == ["A", "", "\ufffd"]  # the answer ends inside one
-    assert "".join(pages.pieces(Bytes(), [0xFF] * 6 + [65])).endswith("A")  # bytes that are no text hold nothing up
+    bad = "\ufffd"  # bytes that are no text are held for four tokens, no longer
+    assert pages.pieces(Bytes(), [0x80] * 5 + [65]) == ["", "", "", bad * 4, "", bad + "A"]
 
 
 def test_guesses_must_fit_the_record():
@@ -160,6 +167,8 @@ def test_tables_write_values_as_a_reader_expects():
     page = pages.table(rows, "Caption", {"share": "{:.1%}"})
     assert cells(page) == ["name", "n", "share", "low", "ok", "a", "48,211", "25.0%", "–", "yes", "b", "7", "–", "1.235", "no"]
     assert "Caption" in Page(page).text
+    sides = re.findall(r"<t[hd] style=\"[^\"]*text-align: (\w+)", page.data)
+    assert sides == ["left", "right", "right", "right", "left"] * 3  # numbers at the right, their heads too
     assert cells(pages.table(rows, formats={"n": lambda v: f"{v} rows", "low": ".1f"}))[11] == "7 rows"
 
 

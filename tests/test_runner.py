@@ -129,7 +129,7 @@ def test_run_gives_stamped_pages_index_and_summary_then_skips_what_is_fresh(benc
     page, parameters = bench.page(), bench.runner().parameters
     made = page.metadata["workbook"]
     assert made["source_fingerprint"] == stamps.source_fingerprint(stamps.read(bench.notebooks / f"{ONE}.ipynb"))
-    assert made["parameters_fingerprint"] == stamps.parameters_fingerprint(parameters)
+    assert made["parameters_fingerprint"] == stamps.parameters_fingerprint(parameters, ONE)
     assert {"results_version", "commit", "set", "seconds", "date", "figures"} <= made.keys()
     assert (manifest.run_folder(parameters) / ONE / "out.txt").read_text() == "7", "the set's value was injected"
     assert [out.text for cell in page.cells for out in cell.get("outputs", []) if out.output_type == "stream"] == ["data/x\n"]
@@ -157,6 +157,9 @@ def test_run_gives_stamped_pages_index_and_summary_then_skips_what_is_fresh(benc
     bench.write(TWO, "1 + 1", FINISH)
     assert [f for f in check() if "the notebook has changed" in f and TWO in f] == check()
     assert bench.runner().reasons(TWO) == ["the notebook has changed since"]
+    bench.set(seed=7, evaluation_max_tokens=50)
+    bench.write(TWO, FINISH)
+    assert [f for f in check() if "other parameters" in f] == check() and all(FIVE in f or "summary" in f for f in check())
     bench.set(seed=8)
     assert sum("other parameters" in fault for fault in check()) == 6, "five pages and the summary"
 

@@ -99,7 +99,11 @@ def test_draft_entries_match_the_training_step(tiny, make_draft, make_batch):
     ids = torch.randint(0, 512, (1, 21))
     states = tiny.states(ids, [2, 4, 5])[0]
     batch = make_batch([20], [[1] * 20])
-    batch |= {"hidden_states": states[:-1, :3].flatten(1)[None], "input_ids": ids[:, 1:], "verifier_last_hidden_states": states[1:, 3][None]}
+    batch |= {
+        "hidden_states": states[:-1, :3].flatten(1)[None],
+        "input_ids": ids[:, 1:],
+        "verifier_last_hidden_states": states[1:, 3][None],
+    }
     with torch.no_grad():
         trained, *_ = model(**batch, ttt_steps=3, loss_config=resolve_loss_config("kl_div", "eager"))
     drafter = speculative.Drafter(model)

@@ -95,7 +95,9 @@ def test_starts_never_reach_a_target_in_the_next_document(make_draft, make_batch
     for i, one in enumerate(apart):
         for key in one:
             one[key] = batch[key][:, 16 * i : 16 * (i + 1)]
-    counts = [int((b["loss_mask"][0, k:] & (b["document_ids"][0, k:] == b["document_ids"][0, : 16 - k])).sum()) for b in apart for k in range(3)]
+    counts = [
+        int((b["loss_mask"][0, k:] & (b["document_ids"][0, k:] == b["document_ids"][0, : 16 - k])).sum()) for b in apart for k in range(3)
+    ]
     fast = ttt.bind(copy.deepcopy(model))
     expected = 0.0
     for k in range(3):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<tool>"]
 CORPUS = [
@@ -54,6 +54,14 @@ ALTERNATING = (
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'] | trim + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
+# Two special tokens close an answer and only the second is EOS, as in Command A's template.
+TWO_ENDS = CHATML.replace("'<|im_end|>\n' }}{% endfor %}", "'<tool><|im_end|>\n' }}{% endfor %}")
+# Typed parts only, as templates of vision models have it: a plain text is passed over without a word.
+PARTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TWO_BOS = "{{ bos_token }}{{ bos_token }}" + CHATML
 NO_END = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
@@ -88,6 +96,40 @@ def tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<tool>"]})
     made.chat_template = template
     return made
+
+
+def sentencepiece_like(template: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that writes a space before any text that stands alone, as Llama 2's does."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", *SPECIAL]))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", unk_token="<unk>")
+    made.chat_template = template
+    return made
+
+
+class Slow(PreTrainedTokenizer):
+    """A tokenizer in plain Python, one token per character, without offsets: Kimi-K2.5's is of this kind."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(256)} | self.added_tokens_encoder
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def _tokenize(self, text: str, **_) -> list[str]:
+        return list(text)
+
+    def _convert_token_to_id(self, token: str) -> int:
+        return ord(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return chr(index)
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        return "".join(tokens)
 
 
 def chat(*texts: str, system: str = "") -> list[dict[str, str]]:

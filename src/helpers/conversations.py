@@ -130,8 +130,7 @@ def from_turns(
     whole = 1
     for prompt, answer in turns[:-1]:
         start = len(prompt)
-        known = ids[: start + len(answer)]
-        same = len(os.path.commonprefix([known, [*prompt, *answer]])) - start if ids[:start] == list(prompt) else 0
+        same = max(0, len(os.path.commonprefix([ids, [*prompt, *answer]])) - start)
         mask[start : start + same] = [1] * same
         whole += same == len(answer)
     notes = [RETOKENISED] * (whole < len(turns))

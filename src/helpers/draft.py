@@ -130,7 +130,9 @@ def parameter_groups(model: Any) -> list[dict[str, Any]]:
     for name, parameter in model.named_parameters():
         key = name.split(".")[0], parameter.requires_grad
         parts[key] = parts.get(key, 0) + parameter.numel()
-    return [{"part": part, "parameters": count, "trained": trained} for (part, trained), count in sorted(parts.items(), key=lambda x: -x[1])]
+    return [
+        {"part": part, "parameters": count, "trained": trained} for (part, trained), count in sorted(parts.items(), key=lambda x: -x[1])
+    ]
 
 
 def save(model: Any, folder: Path, *, attention: str, facts: dict[str, Any] | None = None) -> None:
@@ -163,7 +165,11 @@ def load(folder: Path, verifier_folder: Path | str, *, attention: str | None = N
         raise MissingInput("no draft checkpoint", where=files.shown(folder), do="run notebook 04")
     side = folder / SIDE_FILE
     if attention is None and not side.is_file():
-        raise DamagedInput(f"the draft lacks {SIDE_FILE}, so its attention choice is unknown", where=files.shown(folder), do="run notebook 04 again, or name the attention")
+        raise DamagedInput(
+            f"the draft lacks {SIDE_FILE}, so its attention choice is unknown",
+            where=files.shown(folder),
+            do="run notebook 04 again, or name the attention",
+        )
     chosen = attention or library_attention(json.loads(side.read_text())["attention"])
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = chosen

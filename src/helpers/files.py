@@ -9,7 +9,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -91,6 +91,11 @@ def write_text(path: str | Path, content: str) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write JSON atomically, keys in the order given. Raises DiskFull."""
     write_text(path, json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_lines(path: str | Path, rows: Iterable[Any]) -> None:
+    """Write rows as JSON lines."""
+    write_text(path, "".join(json.dumps(plain(row), ensure_ascii=False) + "\n" for row in rows))
 
 
 def plain(value: Any) -> Any:

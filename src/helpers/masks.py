@@ -17,7 +17,7 @@ from typing import Any
 
 from helpers.errors import DataError
 from helpers.messages import Message
-from helpers.rendering import decode, encode, render, specials, template
+from helpers.rendering import apply, decode, encode, render, specials, template
 
 TAGS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 EARLIER = "an earlier answer is not supervised: {}"
@@ -25,7 +25,8 @@ ALTERED = "the template shows it otherwise once a later turn follows (earlier re
 INSERTED = "the template writes text before an answer that its prompt lacks; that text is not supervised"
 STRIPPED = "the template strips spaces around an answer"
 SCAFFOLD = "the template opens an answer's prompt with text that it leaves out once the answer is given"
-SPLIT = "prompt and answer are tokenised apart, as in serving: together they would share a token"
+SPLIT = "prompt and answer are tokenised apart: together they would share a token"
+PROBE = "b"
 TRAILING = "messages behind the last answer are left out"
 OPENING = "an answer before any question is not supervised"
 DIFFERENT_TAGS = "the template's generation marks differ from the rendering boundaries, which were used"
@@ -52,75 +53,96 @@ def _squeezed(text: str) -> str:
     return "".join(unicodedata.normalize("NFC", text).split())
 
 
-def _answer(
-    whole: str, prompt: str, history: str, message: Message, special: Sequence[str], closer: str = ""
-) -> tuple[int, int, list[str]]:
-    """Where in `whole` the answer and its end-of-turn token stand: characters [start, stop) and notes.
+def _opening(whole: str, prompt: str, history: str) -> tuple[int, list[str]]:
+    """Characters of `whole` that its prompt has too, up to where the answer can begin, and notes."""
+    floor = len(os.path.commonprefix([whole, prompt]))
+    if floor == len(prompt):
+        return floor, []
+    if not whole.startswith(history) or floor < len(history):
+        raise _Unproven("the template changes what stands before the answer once it is given")
+    return floor, [SCAFFOLD]
+
+
+def _closing(region: str, closes: Sequence[re.Match[str]], first: int, eos: str) -> int:
+    """Where the end of turn that starts with the `first` special token ends: at EOS, if only special tokens come before it."""
+    end = stop = closes[first].end()
+    for close in closes[first:]:
+        if close.group() == eos and close.start() <= stop:
+            return close.end()
+        if close.start() > stop:
+            break
+        stop = close.end()
+    return end
+
+
+def _answer(whole: str, prompt: str, history: str, message: Message, special: re.Pattern[str], eos: str) -> tuple[int, int, list[str]]:
+    """Where in `whole` an answer of text and its end of turn stand: characters [start, stop), and notes.
 
     Args:
         whole: rendering up to and with the answer; prompt: up to it with the generation prompt; history: without.
-        closer: the end-of-turn token of plain answers, needed for tool calls, whose own special tokens come before it.
     """
-    notes = []
-    floor = len(os.path.commonprefix([whole, prompt]))
-    if floor < len(prompt):
-        if not whole.startswith(history) or floor < len(history):
-            raise _Unproven("the template changes what stands before the answer once it is given")
-        notes.append(SCAFFOLD)
-    region = whole[floor:]
-    content, reasoning = message["content"].strip(), message.get("reasoning_content", "").strip()
-    calls = [call["function"]["name"] for call in message.get("tool_calls", [])]
-    closes = list(re.finditer("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)), region)) if special else []
-    if calls:
-        closes = next(([c] for c in closes if c.group() == closer), closes[-1:])
+    floor, notes = _opening(whole, prompt, history)
+    region, content, reasoning = whole[floor:], message["content"].strip(), message.get("reasoning_content", "").strip()
+    closes = list(special.finditer(region))
     if not closes:
         raise _Unproven("no end-of-turn token follows the answer")
-    for close in closes:
+    for n, close in enumerate(closes):
         body = region[: close.start()].rstrip()
-        if calls:
-            inserted, found = "", content in body and reasoning in body and all(name in body for name in calls)
-        else:
-            inserted, found = body[: len(body) - len(content)], body.endswith(content) and reasoning in body[: len(body) - len(content)]
-            shared = content[: len(content) - len(body.lstrip())].strip()  # reasoning whose opening the prompt already wrote
-            if not found and body.strip() and shared and content.endswith(body.lstrip()) and prompt.rstrip().endswith(shared):
-                inserted, found = "", floor == len(prompt)
+        inserted = body[: len(body) - len(content)]
+        found = body.endswith(content) and reasoning in inserted
+        shared = content[: len(content) - len(body.lstrip())].strip()  # reasoning whose opening the prompt already wrote
+        if not found and body.strip() and shared and content.endswith(body.lstrip()) and prompt.rstrip().endswith(shared):
+            inserted, found = "", floor == len(prompt)
         if not found:
             continue
         if close.group() in content:
-            raise _Unproven(f"the answer holds the text of its end-of-turn token {close.group()}")
+            raise _Unproven("the answer holds the text of its end-of-turn token")
         if message["content"] != content and message["content"] not in region:
             notes.append(STRIPPED)
         moved = len(inserted) if inserted.strip() and not reasoning else 0
-        return floor + moved, floor + close.end(), [*notes, INSERTED] if moved else notes
-    raise _Unproven("the template drops or changes part of the answer (its reasoning or a tool call?)")
+        return floor + moved, floor + _closing(region, closes, n, eos), [*notes, INSERTED] if moved else notes
+    raise _Unproven("the template drops or changes part of the answer (its reasoning?)")
 
 
-def _closer(tokenizer: Any, special: Sequence[str], tools: Any, arguments: Any) -> str:
-    """End-of-turn token of a plain answer; empty when the template does not show one."""
-    asked, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    texts = [
-        render(tokenizer, messages, generation_prompt=opened, tools=tools, arguments=arguments)
-        for messages, opened in (([asked, said], False), ([asked], True), ([asked], False))
-    ]
-    try:
-        stop = _answer(*texts, said, special)[1]
-    except _Unproven:
-        return ""
-    return next((t for t in sorted(special, key=len, reverse=True) if texts[0][:stop].endswith(t)), "")
+def _call(
+    whole: str, plain: str, prompt: str, history: str, message: Message, special: re.Pattern[str], eos: str
+) -> tuple[int, int, list[str]]:
+    """As `_answer`, for an answer with tool calls.
+
+    How the template writes a call is its own business, so it is told by what is not the call: the text inserted before an answer
+    and the end of turn are those of `plain`, the same rendering with an answer of text alone, where that turn ends alike.
+    """
+    content, reasoning = message["content"].strip(), message.get("reasoning_content", "").strip()
+    said = {"role": "assistant", "content": content or PROBE}
+    start, stop, _ = _answer(plain, prompt, history, said, special, eos)
+    inserted = plain[_opening(plain, prompt, history)[0] : start]
+    ending = plain[start:stop].strip().removeprefix(said["content"]).strip()
+    floor, notes = _opening(whole, prompt, history)
+    region = whole[floor:]
+    closes = list(special.finditer(region))
+    stop = region.find(ending) + len(ending) if ending in region else closes[-1].end() if closes else 0
+    body = region[:stop]
+    names = [call["function"]["name"] for call in message["tool_calls"]]
+    if not all(part in body for part in (content, reasoning, *names)):
+        raise _Unproven("the template drops or changes part of the answer (its tool call?)")
+    moved = len(inserted) if inserted.strip() and not reasoning and region.startswith(inserted) else 0
+    return floor + moved, floor + stop, [*notes, INSERTED] if moved else notes
 
 
 def _tagged(tokenizer: Any, messages: Sequence[Message], tools: Any, arguments: Any) -> tuple[list[int], list[int]] | None:
     """Ids and mask by the template's `{% generation %}` marks, where it has them and the tokenizer can place them."""
     if not TAGS.search(template(tokenizer, tools)) or not tokenizer.is_fast:
         return None
-    out = tokenizer.apply_chat_template(
-        list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **(arguments or {})
-    )
+    how = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    try:
+        out = apply(tokenizer, messages, tools=tools, arguments=arguments, **how)
+    except DataError:  # it wants typed parts; the boundaries do without the marks
+        return None
     return list(out["input_ids"]), list(out["assistant_masks"])
 
 
 def _last_tagged(tokenizer: Any, tags: tuple[list[int], list[int]], message: Message, special: Mapping[str, int]) -> tuple[list[int], int]:
-    """Ids cut behind the last marked answer and its first token, where the marks alone have to do; proven by its text."""
+    """Ids cut behind the last marked answer and its first token, where the marks alone have to do: they must mark its text exactly."""
     ids, mask = tags
     stop = len(mask) - mask[::-1].index(1) if 1 in mask else 0
     start = stop
@@ -131,7 +153,8 @@ def _last_tagged(tokenizer: Any, tags: tuple[list[int], list[int]], message: Mes
     if stop < len(ids) and stop > start and ids[stop - 1] not in special.values():
         stop += 1
     closed = stop > start and ids[stop - 1] in special.values()
-    if not closed or not _squeezed(decode(tokenizer, ids[start : stop - 1])).endswith(_squeezed(message["content"])):
+    plain = not message.get("tool_calls") and not message.get("reasoning_content")
+    if not closed or not plain or decode(tokenizer, ids[start : stop - 1]) != message["content"]:
         raise _Unproven("neither the rendering boundaries nor the template's generation marks give the answer with its end-of-turn token")
     return ids[:stop], start
 
@@ -148,22 +171,23 @@ class _Conversation:
 
     def __post_init__(self) -> None:
         self.special = specials(self.tokenizer)
-        self.whole = self.text(len(self.messages))
-        called = any(m.get("tool_calls") for m in self.messages)
-        self.closer = _closer(self.tokenizer, list(self.special), self.tools, self.arguments) if called else ""
+        self.pattern = re.compile("|".join(re.escape(t) for t in sorted(self.special, key=len, reverse=True)) or r"(?!)")
+        self.whole = self._text(self.messages)
 
-    def text(self, stop: int, *, prompt: bool = False) -> str:
-        """Rendering of the first `stop` messages."""
-        return render(
-            self.tokenizer, self.messages[:stop], generation_prompt=prompt, tools=self.tools, arguments=self.arguments, row=self.row
-        )
+    def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return render(self.tokenizer, messages, generation_prompt=prompt, tools=self.tools, arguments=self.arguments, row=self.row)
 
     def answer(self, place: int) -> tuple[int, int, list[str]]:
         """Characters [start, stop) of the answer at message `place` in the whole rendering, and notes. Raises _Unproven."""
-        upto = self.text(place + 1) if place + 1 < len(self.messages) else self.whole
-        start, stop, notes = _answer(
-            upto, self.text(place, prompt=True), self.text(place), self.messages[place], list(self.special), self.closer
-        )
+        before, message = self.messages[:place], self.messages[place]
+        upto = self._text([*before, message]) if place + 1 < len(self.messages) else self.whole
+        prompt, history = self._text(before, prompt=True), self._text(before)
+        eos = self.tokenizer.eos_token or ""
+        if message.get("tool_calls"):
+            plain = self._text([*before, {"role": "assistant", "content": message["content"].strip() or PROBE}])
+            start, stop, notes = _call(upto, plain, prompt, history, message, self.pattern, eos)
+        else:
+            start, stop, notes = _answer(upto, prompt, history, message, self.pattern, eos)
         if not self.whole.startswith(upto[:stop]):
             raise _Unproven(ALTERED)
         return start, stop, notes
@@ -174,7 +198,7 @@ class _Conversation:
         if ids[: len(head)] == head:
             return ids, []
         tail = encode(self.tokenizer, self.whole[start:stop])
-        if decode(self.tokenizer, tail) != self.whole[start:stop]:
+        if decode(self.tokenizer, head + tail) != decode(self.tokenizer, ids):  # SentencePiece puts a space before what stands alone
             raise _Unproven("a token reaches from the prompt into the answer")
         return head + tail, [SPLIT]
 
@@ -186,7 +210,7 @@ class _Conversation:
             raise _Unproven("a token reaches across its edge")
         masked = decode(self.tokenizer, ids[len(head) : len(upto)])
         if _squeezed(masked) != _squeezed(self.whole[start:stop]):
-            raise _Unproven(f"its tokens read {masked[:60]!r} instead of {self.whole[start:stop][:60]!r}")
+            raise _Unproven("its tokens do not read as its text")
         return len(head), len(upto)
 
 

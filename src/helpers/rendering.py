@@ -5,6 +5,7 @@ Special tokens are written by the template alone (`add_special_tokens=False`, as
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,44 @@ def template(tokenizer: Any, tools: Any = None) -> str:
         ) from error
 
 
+def _with_text_arguments(messages: list[Message]) -> list[Message]:
+    """The messages with tool call arguments as JSON text: some templates (DeepSeek-V3's) write them as they come."""
+
+    def text(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+    return [{**m, "tool_calls": [text(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
+
+
+def apply(
+    tokenizer: Any, messages: Sequence[Message], *, tools: Any = None, arguments: Mapping[str, Any] | None = None, row: str = "", **how: Any
+) -> Any:
+    """What `apply_chat_template` gives for `how`, its refusals as errors of ours.
+
+    Raises:
+        VerifierError: no chat template. DataError: the template refuses the messages; names the row and its roles.
+    """
+    template(tokenizer, tools)
+    attempts = [list(messages)]
+    if any(m.get("tool_calls") for m in messages):
+        attempts.append(_with_text_arguments(attempts[0]))
+    refused: Exception | None = None
+    for attempt in attempts:
+        try:
+            return tokenizer.apply_chat_template(attempt, tools=tools, **how, **(arguments or {}))
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            refused = refused or error
+    roles = ", ".join(m["role"] for m in messages) or "none"
+    raise DataError(
+        f"the chat template of {_name(tokenizer)} refuses this conversation: {refused}",
+        where=f"{row} (roles: {roles})".strip(),
+        do="leave the row out, or give it the roles in the order the template asks for",
+    ) from refused
+
+
 def render(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -55,18 +94,20 @@ def render(
         VerifierError: the tokenizer has no chat template.
         DataError: the template refuses these messages (order of roles, no system message allowed, …).
     """
-    template(tokenizer, tools)
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=generation_prompt, tools=tools, **(arguments or {})
-        )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        roles = ", ".join(m["role"] for m in messages) or "none"
-        raise DataError(
-            f"the chat template of {_name(tokenizer)} refuses this conversation: {error}",
-            where=f"{row} (roles: {roles})".strip(),
-            do="leave the row out, or give it the roles in the order the template asks for",
-        ) from error
+    asked = next((m["content"].strip() for m in reversed(messages) if m["role"] == "user"), "")
+    typed = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    how = {"tokenize": False, "add_generation_prompt": generation_prompt}
+    refused: DataError | None = None
+    for form in (messages, typed):  # templates of vision models want content as typed parts and pass over a text in silence
+        try:
+            text = apply(tokenizer, form, tools=tools, arguments=arguments, row=row, **how)
+            if asked in text:
+                return text
+        except DataError as error:
+            refused = refused or error
+    raise refused or DataError(
+        f"the chat template of {_name(tokenizer)} leaves out what the user says", where=row, do="check the verifier's chat template"
+    )
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -93,7 +93,7 @@ class Runner:
             return ["recompute is set"]
         stage = self.stage(name)
         if fault := stage.fault(sha=True):
-            return [fault.what.splitlines()[0]]
+            return [fault.what.splitlines()[0].rstrip(":")]
         if (page := stamps.read(self.folder / f"{name}.ipynb")) is None:
             return ["no page yet"]
         if page.metadata.get("workbook", {}).get("stage_made") != stage.manifest["made"]:
@@ -356,10 +356,14 @@ class _Heartbeat:
 
 @contextlib.contextmanager
 def _kernel_environment() -> Iterator[None]:
-    """Environment the kernel inherits: no MPLBACKEND (with Agg, figures vanish without an error), no progress bars."""
+    """Environment the kernel inherits: no MPLBACKEND (with Agg, figures vanish without an error), no progress bars.
+
+    tqdm warns at import that widgets are missing, before a notebook can say that it does not want them.
+    """
     kept = dict(os.environ)
     os.environ.pop("MPLBACKEND", None)
     os.environ.update(TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (kept.get("PYTHONWARNINGS"), "ignore:IProgress not found")))
     try:
         yield
     finally:

@@ -125,7 +125,9 @@ class _Clock:
 
 
 @torch.inference_mode()
-def decode(verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, drafter: Drafter | None = None, k: int = 0, batch_rows: int = 32) -> Decoded:
+def decode(
+    verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, drafter: Drafter | None = None, k: int = 0, batch_rows: int = 32
+) -> Decoded:
     """Greedy decoding of prompts, with chain speculation where a draft and K > 0 are given.
 
     Args:

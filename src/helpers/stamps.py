@@ -26,17 +26,22 @@ def source_fingerprint(notebook: Any) -> str:
     return hashlib.sha256(json.dumps(cells).encode()).hexdigest()
 
 
-def parameters_fingerprint(parameters: Parameters) -> str:
-    """SHA-256 over the whole set except `runs_folder`, which says where a run lies and nothing about it."""
-    values = {n: v for n, v in parameters.model_dump().items() if n != "runs_folder"}
+def parameters_fingerprint(parameters: Parameters, stage: str = STAGES[-1]) -> str:
+    """SHA-256 over the parameters of a stage and of those before it; for the last stage, the whole set.
+
+    So a new value reruns the notebooks that depend on it and no others. `runs_folder` and `recompute` are left out: they
+    say where and how often, not what.
+    """
+    names = {name for earlier in STAGES[: STAGES.index(stage) + 1] for name in params.names(earlier)} - {"runs_folder", "recompute"}
+    values = {name: getattr(parameters, name) for name in names}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _stamped(notebook: Any, source: Any, stage: str, parameters: Parameters) -> dict[str, Any]:
+def _stamped(source: Any, stage: str, parameters: Parameters) -> dict[str, Any]:
     """The part of a stamp that can be known without running: what a render has to carry to be current."""
     return {
         "source_fingerprint": source_fingerprint(source),
-        "parameters_fingerprint": parameters_fingerprint(parameters),
+        "parameters_fingerprint": parameters_fingerprint(parameters, stage),
         "results_version": RESULTS_VERSION,
         "prompts": {name: made["sha256"] for name, made in contents(stage, parameters).items()},
     }
@@ -44,7 +49,7 @@ def _stamped(notebook: Any, source: Any, stage: str, parameters: Parameters) -> 
 
 def stamp(notebook: Any, source: Any, stage: str, parameters: Parameters, **more: Any) -> None:
     """Write the provenance of a render into its metadata under `workbook`."""
-    notebook.metadata["workbook"] = {**notebook.metadata.get("workbook", {}), **_stamped(notebook, source, stage, parameters), **more}
+    notebook.metadata["workbook"] = {**notebook.metadata.get("workbook", {}), **_stamped(source, stage, parameters), **more}
 
 
 def code_cells(notebook: Any) -> list[Any]:
@@ -86,7 +91,7 @@ def unfit(notebook: Any) -> list[str]:
 
 def outdated(notebook: Any, source: Any, stage: str, parameters: Parameters) -> list[str]:
     """Why a render is not what its notebook and parameters would give now; empty when it is current."""
-    have, want = notebook.metadata.get("workbook", {}), _stamped(notebook, source, stage, parameters)
+    have, want = notebook.metadata.get("workbook", {}), _stamped(source, stage, parameters)
     if "source_fingerprint" not in have:
         return ["it carries no stamp: it was not made by the runner"]
     because = {

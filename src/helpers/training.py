@@ -11,7 +11,6 @@ What is changed and why:
 from __future__ import annotations
 
 import copy
-import csv
 import logging
 import os
 import shutil
@@ -144,12 +143,15 @@ def loader(data: Any, parameters: Parameters, hidden_size: int, *, train: bool) 
 
     if max(data.approx_lengths) > parameters.train_batch_tokens:
         raise DataError(
-            f"a row of {max(data.approx_lengths)} tokens does not fit train_batch_tokens {parameters.train_batch_tokens}, and the library would cut it silently",
+            f"a row of {max(data.approx_lengths)} tokens does not fit train_batch_tokens {parameters.train_batch_tokens}, "
+            "and the library would cut it silently",
             where="parameter train_batch_tokens",
             do=f"raise it to {max(data.approx_lengths)} or more",
         )
     sampler = MultipackDistributedBatchSamplerV2(parameters.train_batch_tokens, data.approx_lengths, 1, 0, seed=parameters.seed)
-    collate = CollateFn(parameters.train_batch_tokens, hidden_size, dtype=data.hidden_states_dtype, preprocess=Noise(parameters.noise_std if train else 0.0))
+    collate = CollateFn(
+        parameters.train_batch_tokens, hidden_size, dtype=data.hidden_states_dtype, preprocess=Noise(parameters.noise_std if train else 0.0)
+    )
     return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
 
 
@@ -162,7 +164,9 @@ def _exact_checkpointer(path: str) -> Any:
 
     class Exact(SingleGPUCheckpointer):
         def _get_previous_epoch(self) -> int:
-            done = [int(d.name) for d in self.path.iterdir() if d.name.isdigit() and (d / "complete").exists()] if self.path.exists() else []
+            done = (
+                [int(d.name) for d in self.path.iterdir() if d.name.isdigit() and (d / "complete").exists()] if self.path.exists() else []
+            )
             return max(done, default=-1)
 
         def write(self, epoch: int, model: Any, optimizers: list, schedulers: list, state: dict[str, Any]) -> None:
@@ -180,7 +184,11 @@ def _exact_checkpointer(path: str) -> Any:
             except OSError as error:
                 shutil.rmtree(scratch, ignore_errors=True)
                 if files.disk_full(error):
-                    raise files.DiskFull("no space left for a checkpoint", where=files.shown(self.path), do="free space and run notebook 04 again: it goes on from the last checkpoint") from error
+                    raise files.DiskFull(
+                        "no space left for a checkpoint",
+                        where=files.shown(self.path),
+                        do="free space and run notebook 04 again: it goes on from the last checkpoint",
+                    ) from error
                 raise
             target = self.path / str(epoch)
             shutil.rmtree(target, ignore_errors=True)
@@ -196,6 +204,9 @@ def _exact_checkpointer(path: str) -> Any:
         def load_scheduler_state_dict(self, scheduler):
             for one, saved in zip(scheduler, torch.load(self.scheduler_path(self.previous_epoch), weights_only=True), strict=True):
                 one.load_state_dict(saved)
+                # building the scheduler has already moved the rates; the saved ones are the ones to go on with
+                for group, rate in zip(one.optimizer.param_groups, one.get_last_lr(), strict=True):
+                    group["lr"] = rate
 
         def restore_random_state(self) -> None:
             torch.set_rng_state(torch.load(self.path / str(self.previous_epoch) / "random_state.pt", weights_only=True)["torch"])
@@ -221,20 +232,14 @@ def make_trainer(
     """The `Trainer` subclass, ready to run; it resumes from `folder/checkpoints` if one is complete there.
 
     Args:
-        model: a draft from `draft.build`; it gets our step unless `train_step` is "library".
-        attention: stored with every draft it saves.
+        model: a draft from `draft.build` with `draft.library_attention(attention)`.
+        attention: the choice of notebook 03, stored with every draft saved; `ttt` binds our step, others leave the library's.
         on_curve: called with all curve rows after each epoch (a live figure).
     """
     shim(device)
-    from speculators.losses import resolve_loss_config
     from speculators.train import trainer as library
 
-    fast = parameters.train_step == "fast"
-    steps = {
-        "ttt_steps": parameters.train_ttt_steps,
-        "ttt_step_loss_decay": parameters.train_step_decay,
-        "loss_config": resolve_loss_config(parameters.train_loss, "eager"),
-    }
+    steps = step_arguments(parameters)
     config = library.TrainerConfig(
         lr=parameters.train_learning_rate,
         num_epochs=parameters.train_epochs,
@@ -292,7 +297,10 @@ def make_trainer(
             train, profile, rate = entry["train"], entry["profile"] or {}, entry["lr"]
             row = {"step": entry["global_step"], "epoch": entry["epoch"], "gradient_norm": self.gradient_norm}
             row |= {k: v for k, v in train.items() if k.startswith(("loss", "full_acc", "cond_acc"))}
-            row |= {"learning_rate": max(rate.values()) if isinstance(rate, dict) else rate, "tokens_per_second": profile.get("tokens_per_s")}
+            row |= {
+                "learning_rate": max(rate.values()) if isinstance(rate, dict) else rate,
+                "tokens_per_second": profile.get("tokens_per_s"),
+            }
             self.curve.append(row)
 
         def val_epoch(self, epoch):
@@ -318,12 +326,14 @@ def make_trainer(
             reached = val_metrics["predicted_accept_length"]
             if reached > self.best:
                 self.best, self.best_epoch = reached, epoch
-                _save_best(self.model, folder / "best", attention, {"epoch": epoch, "step": self.global_step, "predicted_accept_length": reached})
+                _save_best(
+                    self.model, folder / "best", attention, {"epoch": epoch, "step": self.global_step, "predicted_accept_length": reached}
+                )
             state = {"epoch": epoch, "local_step": 0, "global_step": self.global_step}
             state |= {"best": self.best, "best_epoch": self.best_epoch, "curve": self.curve}
             self.checkpointer.write(epoch, self.model, self.optimizers, self.schedulers, state)
 
-    if fast:
+    if attention == "ttt":
         ttt.bind(model, _full_head(model))
     made = DraftTrainer(model, config, train_loader, val_loader)
     handler = _Collector(made)
@@ -369,10 +379,17 @@ def _save_best(model: Any, folder: Path, attention: str, facts: dict[str, Any]) 
     os.replace(scratch, folder)
 
 
-def write_curves(curve: list[dict[str, Any]], path: Path) -> None:
-    """All recorded steps as CSV."""
-    names = list(dict.fromkeys(name for row in curve for name in row))
-    with files.atomic(path) as scratch, open(scratch, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(curve)
+def autocast(device: torch.device, parameters: Parameters) -> Any:
+    """The compute dtype of a run as a context: bfloat16 over float32 weights, or plain float32."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=parameters.verifier_dtype != "float32")
+
+
+def step_arguments(parameters: Parameters) -> dict[str, Any]:
+    """Keyword arguments of the draft's forward in training: steps, decay, loss."""
+    from speculators.losses import resolve_loss_config
+
+    return {
+        "ttt_steps": parameters.train_ttt_steps,
+        "ttt_step_loss_decay": parameters.train_step_decay,
+        "loss_config": resolve_loss_config(parameters.train_loss, "eager"),
+    }

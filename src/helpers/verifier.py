@@ -10,9 +10,10 @@ Shapes: B rows, T tokens, A captured layers, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,15 @@ def ensure(name: str) -> Path:
     folder = resolve(name)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise VerifierError("the folder holds no config.json, so it is no checkpoint", where=str(folder), do="point `verifier` at the folder with config.json and *.safetensors")
+            raise VerifierError(
+                "the folder holds no config.json, so it is no checkpoint",
+                where=str(folder),
+                do="point `verifier` at the folder with config.json and *.safetensors",
+            )
         return folder
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise VerifierError(
-            f"unknown verifier {name!r}: neither one that comes with the workbook ({', '.join(embedded.NAMES)}), nor a folder, nor a hub id",
+            f"unknown verifier {name!r}: neither one of the workbook's own ({', '.join(embedded.NAMES)}), nor a folder, nor a hub id",
             where="parameter verifier",
             do="use one of these names, the path of a checkpoint folder, or an id of the form owner/name",
         )
@@ -72,7 +77,11 @@ def default_layer_ids(layers: int) -> list[int]:
     """
     ids = [2, layers // 2, layers - 3]
     if sorted(set(ids)) != ids:
-        raise VerifierError(f"the usual layers {ids} do not rise for a verifier of {layers} layers", where="parameter aux_layer_ids", do=f"name three distinct layers between 0 and {layers}, for example [0, 1, {layers}]")
+        raise VerifierError(
+            f"the usual layers {ids} do not rise for a verifier of {layers} layers",
+            where="parameter aux_layer_ids",
+            do=f"name three distinct layers between 0 and {layers}, for example [0, 1, {layers}]",
+        )
     return ids
 
 
@@ -86,7 +95,11 @@ def layer_ids(config: Any, chosen: list[int]) -> list[int]:
     if not chosen:
         return default_layer_ids(layers)
     if len(chosen) != 3 or min(chosen) < 0 or max(chosen) > layers:
-        raise VerifierError(f"aux_layer_ids {chosen} must be three ids between 0 and {layers}", where="parameter aux_layer_ids", do="0 is the embeddings, n the output of the last layer")
+        raise VerifierError(
+            f"aux_layer_ids {chosen} must be three ids between 0 and {layers}",
+            where="parameter aux_layer_ids",
+            do="0 is the embeddings, n the output of the last layer",
+        )
     return chosen
 
 
@@ -140,6 +153,11 @@ class Verifier:
         """Logits [B, T, V] from the state before the final norm [B, T, H]."""
         return self.head(self.decoder.norm(last_BTH.to(self.dtype)))
 
+    def in_dtype(self, dtype: torch.dtype) -> Verifier:
+        """A copy of this verifier computing in another dtype."""
+        model = copy.deepcopy(self.model).to(dtype)
+        return replace(self, model=model, decoder=_find_decoder(model), head=model.get_output_embeddings(), dtype=dtype)
+
     @contextlib.contextmanager
     def capture(self, ids: list[int]) -> Iterator[dict[int, torch.Tensor]]:
         """While open, each forward leaves the states of layers `ids` (0..n) in the yielded dict, [B, T, H] each."""
@@ -186,7 +204,12 @@ class Verifier:
 def _find_decoder(model: Any) -> Any:
     """The module that holds `.layers` and `.norm`, wherever the architecture nests it."""
     for _, module in model.named_modules():
-        if hasattr(module, "layers") and hasattr(module, "norm") and isinstance(module.layers, torch.nn.ModuleList) and hasattr(module, "embed_tokens"):
+        if (
+            hasattr(module, "layers")
+            and hasattr(module, "norm")
+            and isinstance(module.layers, torch.nn.ModuleList)
+            and hasattr(module, "embed_tokens")
+        ):
             return module
     raise VerifierError(
         f"{type(model).__name__} has no module with .embed_tokens, .layers and .norm, so its layers cannot be read",
@@ -217,12 +240,27 @@ def load(name: str, *, device: str | torch.device = "cpu", dtype: str = "bfloat1
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except ValueError as error:
         if not hasattr(config, "text_config"):
-            raise VerifierError(f"transformers cannot load it as a causal language model: {str(error).splitlines()[0]}", where=str(folder), do="check `model_type` in config.json") from error
+            raise VerifierError(
+                f"transformers cannot load it as a causal language model: {str(error).splitlines()[0]}",
+                where=str(folder),
+                do="check `model_type` in config.json",
+            ) from error
         model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     except OSError as error:
-        raise VerifierError(f"its weights cannot be read: {str(error).splitlines()[0]}", where=str(folder), do="download the checkpoint again") from error
+        raise VerifierError(
+            f"its weights cannot be read: {str(error).splitlines()[0]}", where=str(folder), do="download the checkpoint again"
+        ) from error
     model = model.to(device).eval().requires_grad_(False)
-    return Verifier(folder, model, tokenizer, text_config(config), _find_decoder(model), model.get_output_embeddings(), torch.device(device), DTYPES[dtype])
+    return Verifier(
+        folder,
+        model,
+        tokenizer,
+        text_config(config),
+        _find_decoder(model),
+        model.get_output_embeddings(),
+        torch.device(device),
+        DTYPES[dtype],
+    )
 
 
 def portable(folder: Path) -> str:

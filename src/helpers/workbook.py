@@ -113,7 +113,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The argument parser with its subcommands."""
-    top = argparse.ArgumentParser(prog="workbook", description="The EAGLE-3 draft workbook.", epilog="Exit codes: helpers/errors.py.")
+    codes = "Exit codes: 2 to 8 as in helpers/errors.py, 9 the kernel died, 130 Ctrl-C, 143 SIGTERM, 1 any other failure."
+    top = argparse.ArgumentParser(prog="workbook", description="The EAGLE-3 draft workbook.", epilog=codes)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, function: object, text: str) -> argparse.ArgumentParser:

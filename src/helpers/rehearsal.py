@@ -1,0 +1,171 @@
+"""What a training run is made of, looked at before and after it: one row step by step, two ways, the estimate, the gate."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from helpers import draft, speculative, training, ttt
+from helpers.params import Parameters
+from helpers.verifier import Verifier
+
+
+def one_row(data: Any, i: int, parameters: Parameters, hidden_size: int) -> dict[str, torch.Tensor]:
+    """A batch that holds row i alone, packed and shifted as the trainer packs it: [1, N] each, padded."""
+    batch = training.loader(data, parameters, hidden_size, train=False).collate_fn([data[i]])
+    return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
+
+
+def first_prompt(row: dict[str, torch.Tensor]) -> list[int]:
+    """Token ids of a dataset row before its first supervised token: what its first answer was given to."""
+    return row["input_ids"][: int(row["loss_mask"].long().argmax())].tolist()
+
+
+def proposals(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> tuple[float, list[list[int]]]:
+    """Loss of a batch, and the draft's first choice per TTT step in the verifier's ids ([N] each, -1 where none)."""
+    was_training = model.training
+    with torch.no_grad(), training.autocast(batch["hidden_states"].device, parameters):
+        drafted, loss, _ = ttt.forward(model.eval(), **batch, **training.step_arguments(parameters))
+    model.train(was_training)
+    offsets = model.d2t if model.d2t is not None else torch.zeros(model.draft_vocab_size, dtype=torch.long)
+    return loss.item(), [torch.where(d[0] >= 0, d[0] + offsets[d[0].clamp_min(0)], -1).tolist() for d in drafted]
+
+
+def walk(batch: dict[str, torch.Tensor], guesses: Sequence[Sequence[int]], tokenizer: Any, *, rows: int = 10) -> list[dict[str, Any]]:
+    """The first supervised positions as text: what the draft is given, what the verifier says next, what the draft says.
+
+    Args:
+        batch: from `one_row`; guesses: from `proposals`.
+    """
+    ids, mask = batch["input_ids"][0].tolist(), batch["loss_mask"][0].tolist()
+
+    def text(i: int) -> str:
+        return "" if not 0 <= i < len(ids) else repr(tokenizer.decode([ids[i]]))
+
+    def said(j: int, i: int) -> str:
+        return "—" if guesses[j][i] < 0 else repr(tokenizer.decode([guesses[j][i]]))
+
+    table = []
+    for i in [i for i, m in enumerate(mask) if m][:rows]:
+        row = {"given": text(i), "verifier then says": " ".join(text(i + 1 + j) for j in range(len(guesses)))}
+        table.append(row | {f"draft, step {j + 1}": said(j, i) for j in range(len(guesses))})
+    return table
+
+
+def two_ways(config: Any, words: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> list[dict[str, Any]]:
+    """Loss and gradient norms of the library's forward and of the fast step on one batch, float32, same weights."""
+    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).train()
+    if config.transformer_layer_config._attn_implementation == "simple_flex_attention" and batch["input_ids"].device.type == "cpu":
+        return []  # flex has no backward on a CPU, so there is nothing to hold the fast step against
+    valid = int((batch["document_ids"] >= 0).sum())
+    batch = {k: (v[:, :valid].float() if v.is_floating_point() else v[:, :valid]) for k, v in batch.items()}
+    arguments = training.step_arguments(parameters)
+
+    def run(forward: Any) -> dict[str, float]:
+        model.zero_grad()
+        _, loss, _ = forward(**batch, **arguments)
+        loss.backward()
+        norms = {f"gradient norm, {n}": p.grad.norm().item() for n, p in model.named_parameters() if p.grad is not None}
+        return {"loss": loss.item()} | norms
+
+    library, fast = run(model), run(lambda **kwargs: ttt.forward(model, **kwargs))
+    return [
+        {
+            "quantity": name,
+            "library": library[name],
+            "fast step": fast[name],
+            "relative difference": abs(fast[name] - library[name]) / max(abs(library[name]), 1e-12),
+        }
+        for name in library
+    ]
+
+
+def expect(trainer: Any, parameters: Parameters) -> dict[str, Any]:
+    """What the run will take, before its first step: steps, tokens, and minutes from timed forward and backward passes."""
+    sampler = trainer.train_loader.batch_sampler
+    plan = list(sampler)
+    batch = next(iter(trainer.train_loader))
+    tensors = {k: v.to(trainer.local_rank) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        with training.autocast(torch.device(trainer.device_type), parameters):
+            _, loss, _ = trainer.model(**tensors, **trainer.config.train_call_kwargs)
+        loss.backward()
+        seconds.append(time.perf_counter() - began)
+    trainer.model.zero_grad()
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    states = 2 if parameters.train_optimizer == "adamw" else 1
+    return {
+        "conversations": len(trainer.train_loader.dataset),
+        "steps": len(plan) * parameters.train_epochs,
+        "tokens per epoch": int(sum(sampler.lengths[b].sum() for b in plan)),
+        "trained parameters": trained,
+        "weights, gradients and optimiser state (MB)": round(trained * 4 * (2 + states) / 1e6),
+        "seconds per step": min(seconds),
+        "expected minutes": min(seconds) * len(plan) * parameters.train_epochs / 60,
+    }
+
+
+def gate(
+    config: Any,
+    words: Any,
+    verifier: Verifier,
+    batch: dict[str, torch.Tensor],
+    prompt: list[int],
+    folder: Path,
+    parameters: Parameters,
+    *,
+    steps: int = 90,
+) -> dict[str, Any]:
+    """Overfit one row, save it, reload it, decode its prompt: the accept length has to come close to K + 1.
+
+    A chain of wrong layer ids, a shifted mask, a lost final norm, a wrong rotary base or a vocabulary map of another run
+    cannot pass it, however well its loss falls.
+
+    Args:
+        batch: the row, from `one_row`; prompt: the token ids its answer was given to; folder: scratch.
+
+    Returns:
+        loss before and after, steps, accept length over steps not cut by the end, the K + 1 it is held against.
+    """
+    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.95))
+    valid = int((batch["document_ids"] >= 0).sum())
+    batch = {k: v[:, :valid] for k, v in batch.items()}
+    arguments = training.step_arguments(parameters) | {"ttt_steps": max(parameters.train_ttt_steps, parameters.speculative_tokens)}
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1.0, (step + 1) / 8) * (1.0 if step < steps // 2 else 0.3)
+        with training.autocast(batch["hidden_states"].device, parameters):
+            _, loss, _ = ttt.forward(model, **batch, **arguments)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    draft.save(copy.deepcopy(model).to(verifier.dtype), folder, attention="sdpa")
+    drafter = speculative.Drafter(draft.load(folder, verifier.folder, dtype=verifier.dtype))
+    length = int(batch["loss_mask"].sum())
+    found = speculative.decode(verifier, [prompt], max_tokens=max(2, min(length, 64)), drafter=drafter, k=parameters.speculative_tokens)
+    whole = [s for s in found.steps[0] if len(s["emitted"]) == s["accepted"] + 1]
+    reached = sum(len(s["emitted"]) for s in whole) / max(1, len(whole))
+    return {
+        "loss before": losses[0],
+        "loss after": losses[-1],
+        "steps": steps,
+        "accept length": reached,
+        "K + 1": parameters.speculative_tokens + 1,
+    }
+
+
+SUSPECTS = (
+    "in this order: layer ids (the audit of notebook 01), the mask and its shift, the final norm, rotary base and positions, "
+    "the vocabulary map, the attention choice after reload, the norm flags"
+)
