@@ -257,6 +257,28 @@ def test_running_cell_is_told_while_a_notebook_runs(bench, monkeypatch):
     assert any(line.startswith(f"{ONE}: cell 4 of 5, ") for line in bench.lines)
 
 
+def test_figures_stay_in_the_page_whatever_mplbackend_says(bench, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    draw = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()"
+    # the second time as under papermill alone, where nobody cleans the kernel's environment
+    bench.write(ONE, draw, FINISH, figures=1)
+    bench.write(
+        TWO, "import os\nos.environ['MPLBACKEND'] = 'Agg'", "from helpers import environment\nenvironment._show_figures()", draw, FINISH
+    )
+    bench.run(ONE, TWO)
+    for name in (ONE, TWO):
+        assert sum("image/png" in out.get("data", {}) for cell in stamps.code_cells(bench.page(name)) for out in cell.outputs) == 1
+    assert os.environ["MPLBACKEND"] == "Agg", "the caller's own environment is put back"
+
+
+def test_page_edited_by_hand_is_not_current(bench):
+    bench.run()
+    page, source = bench.page(), stamps.read(bench.notebooks / f"{ONE}.ipynb")
+    assert stamps.outdated(page, source, ONE, bench.runner().parameters) == []
+    page.cells[0].source += " with a better figure"
+    assert stamps.outdated(page, source, ONE, bench.runner().parameters) == ["its cells were edited after it was made"]
+
+
 def test_prepared_copies_carry_the_set_and_survive_until_the_set_changes(bench):
     bench.set(seed=5)
     folder = runner.prepare(bench.file, notebooks=bench.notebooks)

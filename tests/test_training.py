@@ -21,7 +21,9 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
     verifier = load("tiny", dtype="float32")
     torch.manual_seed(0)
-    rows = [from_turns(verifier.tokenizer, [(torch.randint(3, 500, (8,)).tolist(), torch.randint(3, 60, (24,)).tolist())]) for _ in range(12)]
+    rows = [
+        from_turns(verifier.tokenizer, [(torch.randint(3, 500, (8,)).tolist(), torch.randint(3, 60, (24,)).tolist())]) for _ in range(12)
+    ]
     extraction.save_dataset(rows, folder)
     extraction.extract(verifier, rows, folder, LAYERS, batch_tokens=256, report=lambda _: None)
     return folder, rows
@@ -45,9 +47,12 @@ def model_for(made, tiny_folder, parameters):
 def trainer_for(made, tiny_folder, folder, data=None, report=lambda _: None, attention="ttt", **changes):
     parameters = settings(**changes)
     loaders = [
-        training.loader(training.dataset(data or made[0], parameters, split), parameters, 64, train=split == "train") for split in ("train", "val")
+        training.loader(training.dataset(data or made[0], parameters, split), parameters, 64, train=split == "train")
+        for split in ("train", "val")
     ]
-    return training.make_trainer(model_for(made, tiny_folder, parameters), parameters, *loaders, folder, attention=attention, device=CPU, report=report)
+    return training.make_trainer(
+        model_for(made, tiny_folder, parameters), parameters, *loaders, folder, attention=attention, device=CPU, report=report
+    )
 
 
 def weights(trainer):

@@ -119,7 +119,14 @@ def generate(
     while alive and produced < max_tokens:
         step = min(SEGMENT, max_tokens - produced)
         ids = verifier.model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=step, pad_token_id=pad, eos_token_id=sorted(ends), **PLAIN, **sampling
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=step,
+            pad_token_id=pad,
+            eos_token_id=sorted(ends),
+            **PLAIN,
+            **sampling,
         )
         made = ids.shape[1] - width - produced
         keep = []
@@ -229,22 +236,23 @@ def answer(
     while active:
         asked = _questions(verifier.tokenizer, active, turn, max_tokens, max_sequence_tokens)
 
-        def missing(i: int, asked: Sequence[tuple[Answered, list[int]]] = asked, turn: int = turn) -> bool:
-            row, ids = asked[i]
-            return known.get((row.prompt.id, turn), {}).get("prompt_ids") != ids
-
+        open_ = {i for i, (row, ids) in enumerate(asked) if known.get((row.prompt.id, turn), {}).get("prompt_ids") != ids}
         # batches are planned over all rows, known or not: a row then meets the same neighbours, rounding and random
         # draws in a resumed run as in an undisturbed one
-        plan = [b for b in batches([len(ids) for _, ids in asked], rows=batch_rows) if any(map(missing, b))]
+        plan = [b for b in batches([len(ids) for _, ids in asked], rows=batch_rows) if open_.intersection(b)]
         for number, batch in enumerate(plan, 1):
             drawn = hashlib.sha256(f"{seed} {turn} {[asked[i][0].prompt.id for i in batch]}".encode()).digest()
             made = generate(
-                verifier, [asked[i][1] for i in batch], max_tokens=max_tokens, temperature=temperature, seed=int.from_bytes(drawn[:4], "big")
+                verifier,
+                [asked[i][1] for i in batch],
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=int.from_bytes(drawn[:4], "big"),
             )
             lines = [
                 {"id": asked[i][0].prompt.id, "turn": turn, "prompt_ids": asked[i][1], "answer_ids": out}
                 for i, out in zip(batch, made, strict=True)
-                if missing(i)
+                if i in open_
             ]
             _append(path, lines)
             known.update({(line["id"], turn): line for line in lines})

@@ -65,14 +65,14 @@ def _opening(whole: str, prompt: str, history: str) -> tuple[int, list[str]]:
 
 def _closing(region: str, closes: Sequence[re.Match[str]], first: int, eos: str) -> int:
     """Where the end of turn that starts with the `first` special token ends: at EOS, if only special tokens come before it."""
-    end = stop = closes[first].end()
+    stop = closes[first].start()
     for close in closes[first:]:
-        if close.group() == eos and close.start() <= stop:
-            return close.end()
-        if close.start() > stop:
+        if close.start() != stop:
             break
         stop = close.end()
-    return end
+        if close.group() == eos:
+            return stop
+    return closes[first].end()
 
 
 def _answer(whole: str, prompt: str, history: str, message: Message, special: re.Pattern[str], eos: str) -> tuple[int, int, list[str]]:
@@ -173,6 +173,13 @@ class _Conversation:
         self.special = specials(self.tokenizer)
         self.pattern = re.compile("|".join(re.escape(t) for t in sorted(self.special, key=len, reverse=True)) or r"(?!)")
         self.whole = self._text(self.messages)
+        self._upto: dict[int, list[int]] = {}
+
+    def ids(self, stop: int) -> list[int]:
+        """Ids of the first `stop` characters of the rendering, by themselves."""
+        if stop not in self._upto:
+            self._upto[stop] = encode(self.tokenizer, self.whole[:stop])
+        return self._upto[stop]
 
     def _text(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
         return render(self.tokenizer, messages, generation_prompt=prompt, tools=self.tools, arguments=self.arguments, row=self.row)
@@ -194,7 +201,7 @@ class _Conversation:
 
     def joined(self, start: int, stop: int) -> tuple[list[int], list[str]]:
         """Ids of the rendering up to `stop` that begin with the ids of the prompt before `start`: what serving gives the verifier."""
-        ids, head = encode(self.tokenizer, self.whole[:stop]), encode(self.tokenizer, self.whole[:start])
+        ids, head = self.ids(stop), self.ids(start)
         if ids[: len(head)] == head:
             return ids, []
         tail = encode(self.tokenizer, self.whole[start:stop])
@@ -204,8 +211,8 @@ class _Conversation:
 
     def tokens(self, ids: list[int], start: int, stop: int, *, last: bool) -> tuple[int, int]:
         """Tokens of `ids` that make up the characters [start, stop). Raises _Unproven unless they do so exactly."""
-        head = encode(self.tokenizer, self.whole[:start])
-        upto = ids if last else encode(self.tokenizer, self.whole[:stop])
+        head = self.ids(start)
+        upto = ids if last else self.ids(stop)
         if ids[: len(head)] != head or ids[: len(upto)] != upto:
             raise _Unproven("a token reaches across its edge")
         masked = decode(self.tokenizer, ids[len(head) : len(upto)])

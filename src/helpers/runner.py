@@ -176,6 +176,10 @@ class Runner:
                     iopub_timeout=60,
                     extra_arguments=["--log-level=CRITICAL"],  # of the kernel: what it says of its sockets is not for the reader
                 )
+        except KeyboardInterrupt:
+            # The cell's task ends later, with the kernel; nobody waits for it, and asyncio would print that as an error.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+            raise
         except papermill.PapermillExecutionError as error:
             raise _cell_error(name, error) from None
         except DeadKernelError:

@@ -308,7 +308,8 @@ def _library_loss(raw, target, loss_config):
 
 
 def _rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return x_THD * cos[:, None] + rotate_half(x_THD) * sin[:, None]
+    rotated = x_THD * cos[:, None] + rotate_half(x_THD) * sin[:, None]
+    return rotated.to(x_THD.dtype)  # under autocast the angles are float32 from step 1 on, the keys of step 0 bfloat16
 
 
 def _project(attention: Any, name: str, x_TC: torch.Tensor) -> torch.Tensor:
