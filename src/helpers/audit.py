@@ -106,10 +106,10 @@ def _ids_fault(stored: Sequence[int], rows: Sequence[Row], i: int) -> str | None
 
 
 def _shape_fault(shape: Sequence[int], tokens: int, layers: int, hidden: int) -> str | None:
-    wrong = [
-        cause for cause, size, expected in zip((LENGTH, COUNT, WIDTH), shape, (tokens, layers, hidden), strict=True) if size != expected
-    ]
-    return wrong[-1] if wrong else None
+    if len(shape) != 3:
+        return COUNT
+    expected = {LENGTH: (shape[0], tokens), COUNT: (shape[1], layers), WIDTH: (shape[2], hidden)}
+    return next((cause for cause, (size, wanted) in expected.items() if size != wanted), None)
 
 
 def _layer_fault(stored_LTH: torch.Tensor, found: Sequence[Any], claimed: Sequence[int], fresh: _Fresh) -> str | None:
