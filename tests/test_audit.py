@@ -48,6 +48,11 @@ def change(folder, i, states=None, ids=None):
     save_file({"hidden_states": new.contiguous(), "token_ids": ids(made["token_ids"]) if ids else made["token_ids"]}, path)
 
 
+def with_one_nan(states):
+    states[7, 1, 3] = torch.nan
+    return states
+
+
 def captured(model, row, ids):
     """States of layers `ids` of one row [T, len(ids), H]."""
     with torch.inference_mode(), model.capture(list(ids)) as found:
@@ -62,7 +67,7 @@ def by_transformers(model, row, ids):
     return torch.stack([found[k][0] for k in ids], dim=1)
 
 
-def looked_at(tiny, rows, folder, sample=len(LENGTHS)):
+def looked_at(tiny, rows, folder, sample=5):
     return audit.audit(tiny, rows, folder, IDS, sample=sample, seed=0)
 
 
@@ -95,7 +100,7 @@ def test_float32_passes_with_its_own_narrow_allowance(tiny, rows, tmp_path):
 BROKEN = {
     "cut off": (lambda t, r, f: extraction.shard(f, 0).write_bytes(extraction.shard(f, 0).read_bytes()[:-100]), audit.UNREADABLE),
     "gone": (lambda t, r, f: extraction.shard(f, 0).unlink(), audit.UNREADABLE),
-    "NaN": (lambda t, r, f: change(f, 0, lambda s: s.index_fill(2, torch.tensor(7), torch.nan)), audit.NOT_FINITE),
+    "one NaN": (lambda t, r, f: change(f, 0, with_one_nan), audit.NOT_FINITE),
     "shard of another row": (lambda t, r, f: shutil.copy(extraction.shard(f, 3), extraction.shard(f, 0)), audit.ANOTHER_ROW),
     "ids moved on": (lambda t, r, f: change(f, 0, ids=lambda i: torch.cat([i[1:], i[:1]])), audit.SHIFTED_IDS),
     "ids moved back": (lambda t, r, f: change(f, 0, ids=lambda i: torch.cat([torch.tensor([1]), i])), audit.SHIFTED_IDS),

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import helpers.fingerprints
 import helpers.manifest
 from helpers import manifest, params
 from helpers.errors import DamagedInput, DataError, DiskFull, LockedRun, MissingInput, StaleInput
@@ -104,7 +105,8 @@ def test_edited_training_prompts_make_every_stage_stale_and_edited_evaluation_pr
 
 def test_other_results_version_makes_a_stage_stale(run, monkeypatch):
     finish(ONE, run())
-    monkeypatch.setattr(helpers.manifest, "RESULTS_VERSION", 10_000)
+    for module in (helpers.manifest, helpers.fingerprints):
+        monkeypatch.setattr(module, "RESULTS_VERSION", 10_000)
     with pytest.raises(StaleInput, match="results version: 1 then, 10000 now|results version: [0-9]+ then, 10000 now"):
         manifest.require(ONE, run())
 

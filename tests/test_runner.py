@@ -15,7 +15,7 @@ import nbformat
 import pytest
 import yaml
 
-from helpers import manifest, runner, stamps, workbook
+from helpers import kernels, manifest, runner, stamps, workbook
 from helpers.errors import LockedRun, MissingInput, ParameterError
 from helpers.files import lock
 from helpers.params import ROOT, STAGES, Parameters
@@ -35,7 +35,7 @@ def png(width=1, height=1):
 FIGURE = "from IPython.display import Image, display\nimport base64\n" + (
     f'display(Image(data=base64.b64decode("{base64.b64encode(png()).decode()}"), format="png"))'
 )
-OPEN = """from helpers import manifest, params
+OPEN = """from helpers import kernels, manifest, params
 parameters = params.from_cell(globals())
 stage = manifest.open_stage("{name}", parameters)"""
 FINISH = 'stage.path("out.txt").write_text(str(parameters.seed))\nstage.finish(["out.txt"], {})'
@@ -114,7 +114,7 @@ def bench(tmp_path):
     return Bench(tmp_path)
 
 
-def fails(bench, *cells, figures=0, error=runner.NotebookError):
+def fails(bench, *cells, figures=0, error=kernels.NotebookError):
     bench.write(ONE, *cells, figures=figures)
     with pytest.raises(error) as caught:
         bench.run()
@@ -251,7 +251,7 @@ def test_stopped_run_shuts_its_kernel_down_and_leaves_the_last_good_page(bench, 
 
 
 def test_running_cell_is_told_while_a_notebook_runs(bench, monkeypatch):
-    monkeypatch.setattr(runner, "HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr(kernels, "HEARTBEAT_SECONDS", 0.5)
     bench.write(ONE, "import time\ntime.sleep(1.5)", FINISH)
     bench.run()
     assert any(line.startswith(f"{ONE}: cell 4 of 5, ") for line in bench.lines)

@@ -200,10 +200,11 @@ def extract(
     verify: bool = False,
     report: Report = print,
 ) -> int:
-    """Store hidden states of layers `ids` and of the last layer for every row that has no good shard; returns rows computed.
+    """Store hidden states of layers `ids` and of the last layer for every row that has no good shard; returns rows written.
 
     Rows are written by a second thread while the next batch is computed; at most two batches wait, so memory does not
-    grow with the number of rows.
+    grow with the number of rows. Batches are planned over all rows, stored or not: a row made again meets the same
+    neighbours and the same rounding, so its shard is the same to the bit and later stages stay fresh.
 
     Args:
         verify: read the numbers of the shards that are there too, not their headers alone.
@@ -212,20 +213,19 @@ def extract(
         DiskFull: every shard that is there is whole; the same call goes on from it.
     """
     (folder / "hidden_states").mkdir(parents=True, exist_ok=True)
-    todo = _to_do(found, folder, len(ids) + 1, verifier.config.hidden_size, verify, report)
+    todo = set(_to_do(found, folder, len(ids) + 1, verifier.config.hidden_size, verify, report))
     began, tokens, pending = time.perf_counter(), 0, []
-    plan = list(batches([len(found[i].input_ids) for i in todo], budget=batch_tokens))
+    plan = [b for b in batches([len(r.input_ids) for r in found], budget=batch_tokens) if todo.intersection(b)]
     with ThreadPoolExecutor(1) as writer:
         for number, batch in enumerate(plan, 1):
-            indices = [todo[j] for j in batch]
-            picked = [found[i].input_ids for i in indices]
+            picked = [found[i].input_ids for i in batch]
             padded = torch.zeros(len(picked), max(map(len, picked)), dtype=torch.long)
             for b, row in enumerate(picked):
                 padded[b, : len(row)] = torch.tensor(row)
             states = verifier.states(padded, ids).cpu()
             while len(pending) >= WAITING:
                 pending.pop(0).result()
-            pending.append(writer.submit(_write, folder, indices, picked, states))
+            pending.append(writer.submit(_write, folder, {i: b for b, i in enumerate(batch) if i in todo}, picked, states))
             tokens += sum(map(len, picked))
             if due(number, len(plan)):
                 report(f"batch {number}/{len(plan)}: {tokens:,} tokens, {tokens / (time.perf_counter() - began):.0f} per second")
@@ -234,7 +234,9 @@ def extract(
     return len(todo)
 
 
-def _write(folder: Path, indices: Sequence[int], picked: Sequence[list[int]], states_BTLH: torch.Tensor) -> None:
-    for states, i, row in zip(states_BTLH, indices, picked, strict=True):
+def _write(folder: Path, places: dict[int, int], picked: Sequence[list[int]], states_BTLH: torch.Tensor) -> None:
+    """Write shards from a batch; `places` maps rows of the dataset to rows of the batch."""
+    for i, b in places.items():
+        row = picked[b]
         with files.atomic(shard(folder, i)) as temporary:
-            save_file({"hidden_states": states[: len(row)].contiguous(), "token_ids": torch.tensor(row)}, temporary)
+            save_file({"hidden_states": states_BTLH[b, : len(row)].contiguous(), "token_ids": torch.tensor(row)}, temporary)

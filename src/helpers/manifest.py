@@ -21,46 +21,14 @@ from typing import Any
 from helpers import RESULTS_VERSION, params
 from helpers.errors import DamagedInput, DataError, MissingInput, StaleInput, WorkbookError
 from helpers.files import atomic, file_sha256, lock, plain, shown, write_bytes, write_json, write_text
-from helpers.params import STAGES, Parameters
+from helpers.fingerprints import CONTENT_FROM, contents, fingerprint, run_folder, upto
+from helpers.params import Parameters
 from helpers.provenance import provenance
 
 __all__ = [
     "Stage", "atomic", "contents", "fingerprint", "lock", "open_stage", "plain", "require", "run_folder", "shown", "state", "write_bytes",
     "write_json", "write_text",
 ]  # fmt: skip
-
-# The stage from which the *content* of a prompt file counts. Stage 01 reads the evaluation prompts only to check that
-# they share nothing with the training prompts, so editing them does not make the trained draft stale.
-CONTENT_FROM = {"prompts_train": STAGES[0], "prompts_evaluation": STAGES[4]}
-
-
-def run_folder(parameters: Parameters) -> Path:
-    """Folder that holds the stages of this run."""
-    return params.resolve(parameters.runs_folder) / parameters.run
-
-
-def _upto(name: str) -> tuple[str, ...]:
-    return STAGES[: STAGES.index(name) + 1]
-
-
-def contents(name: str, parameters: Parameters) -> dict[str, dict[str, Any]]:
-    """Path, sha256 and bytes of each prompt file that counts for `name`; hub ids and absent files are left out."""
-    found = {}
-    for parameter, first in CONTENT_FROM.items():
-        path = params.resolve(getattr(parameters, parameter))
-        if first in _upto(name) and path.is_file():
-            found[parameter] = {"path": shown(path), "sha256": file_sha256(path, cached=True), "bytes": path.stat().st_size}
-    return found
-
-
-def fingerprint(name: str, parameters: Parameters) -> str:
-    """Sixteen hex digits over everything that decides what stage `name` computes."""
-    parts = {
-        "stages": {stage: params.fingerprint(parameters, stage) for stage in _upto(name)},
-        "contents": {parameter: made["sha256"] for parameter, made in contents(name, parameters).items()},
-        "results_version": RESULTS_VERSION,
-    }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -160,7 +128,7 @@ class Stage:
     def _differences(self, manifest: dict[str, Any]) -> list[str]:
         """One line per parameter, prompt file or version that differs: value then, value now."""
         then, lines = manifest["parameters"], []
-        for stage in _upto(self.name):
+        for stage in upto(self.name):
             for parameter in params.names(stage):
                 now, enters = getattr(self.parameters, parameter), Parameters.model_fields[parameter].json_schema_extra["fingerprint"]
                 line = f"{parameter}: {then.get(parameter, 'not recorded')!r} then, {now!r} now"
@@ -183,7 +151,7 @@ class Stage:
         if self.aim is not None:
             return self.aim
         upstream = {}
-        for earlier in _upto(self.name)[:-1]:
+        for earlier in upto(self.name)[:-1]:
             made = _read(self.folder.with_name(earlier) / "manifest.json") or {}
             upstream[earlier] = {"fingerprint": made.get("fingerprint"), "digest": made.get("digest")}
         return {
@@ -236,7 +204,7 @@ class Stage:
             listed = {n: {"sha256": file_sha256(p), "bytes": p.stat().st_size, "mtime_ns": p.stat().st_mtime_ns} for n, p in files.items()}
             digest = hashlib.sha256(json.dumps({n: made["sha256"] for n, made in listed.items()}, sort_keys=True).encode()).hexdigest()
             spent = time.monotonic() - self._opened + self._reused if seconds is None else seconds
-            known = dict.fromkeys(n for stage in _upto(self.name) for n in params.names(stage))
+            known = dict.fromkeys(n for stage in upto(self.name) for n in params.names(stage))
             manifest = {
                 **self._aim(),
                 "run": self.parameters.run,
@@ -308,7 +276,7 @@ def open_stage(name: str, parameters: Parameters) -> Stage:
         MissingInput, StaleInput, DamagedInput: the predecessor cannot be read.
         LockedRun: another process is writing to this stage.
     """
-    earlier = _upto(name)[:-1]
+    earlier = upto(name)[:-1]
     if earlier:
         require(earlier[-1], parameters)
     stage = Stage(name, run_folder(parameters) / name, parameters)

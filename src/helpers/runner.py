@@ -1,4 +1,4 @@
-"""Runs the five notebooks through papermill, each in a fresh kernel, and adds what papermill lacks.
+"""Runs the five notebooks, skips what is current, and keeps the pages whole.
 
 A page is replaced only by a whole one: a notebook runs into a temporary file, is checked cell by cell, stamped, freed of
 machine paths, and only then put in place. What fails goes to `_failed/`, with the last good page left where it is.
@@ -9,40 +9,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from helpers import RESULTS_VERSION, errors, manifest, params, stamps
+from helpers import RESULTS_VERSION, kernels, manifest, params, stamps
 from helpers.errors import DiskFull, MissingInput, ParameterError, WorkbookError
 from helpers.files import atomic, disk_full, lock, shown, write_json
+from helpers.kernels import NotebookError, UnfitPage
 from helpers.params import ROOT, STAGES, Parameters
 from helpers.provenance import commit
-
-HEARTBEAT_SECONDS = 30.0
-DEAD_KERNEL, INTERRUPTED, TERMINATED = 9, 130, 143
-
-
-class NotebookError(WorkbookError):
-    """A notebook failed; the exit code is that of the error in its cell, or says what became of its kernel."""
-
-    def __init__(self, what: str, *, where: str = "", do: str = "", exit_code: int = 1):
-        super().__init__(what, where=where, do=do)
-        self.exit_code = exit_code
-
-
-class UnfitPage(NotebookError):
-    """A notebook ran to its end, but its page or its stage is not what they promise."""
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM (Slurm's and docker's way to stop a job), handled like Ctrl-C."""
 
 
 @dataclass
@@ -111,7 +90,7 @@ class Runner:
         run_folder = manifest.run_folder(self.parameters)
         expected = _summary(self.folder).get("seconds") or {}
         start, ran = time.monotonic(), False
-        with lock(run_folder / "run.lock", f"run {self.parameters.run}"), _terminable():
+        with lock(run_folder / "run.lock", f"run {self.parameters.run}"), kernels.terminable():
             for name in chosen:
                 if not (because := self.reasons(name)):
                     made = stamps.read(self.folder / f"{name}.ipynb").metadata["workbook"]
@@ -134,8 +113,7 @@ class Runner:
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{os.getpid()}.{name}.ipynb"
         try:
-            with _Heartbeat(name, temporary, self.say):
-                self._papermill(name, temporary)
+            kernels.execute(self.notebooks / f"{name}.ipynb", temporary, self.parameters.model_dump(), self.say)
             page = stamps.read(temporary)
             self._check(name, page, began)
             seconds = time.monotonic() - start
@@ -145,52 +123,15 @@ class Runner:
                 raise DiskFull(
                     f"no space left while running {name}", where=shown(self.folder), do="free some space and run again"
                 ) from error
-            if (kept := self._put_aside(name, temporary, error)) is not None:
+            kept = None
+            with contextlib.suppress(Exception):  # whatever fails here must not hide why the notebook failed
+                kept = self._put_aside(name, temporary, error)
+            if kept is not None:
                 self.say(f"{name}: stopped after {time.monotonic() - start:.0f} s; what ran is in {shown(kept)}")
             raise
         finally:
             temporary.unlink(missing_ok=True)
         return seconds
-
-    def _papermill(self, name: str, output: Path) -> None:
-        """Execute one notebook into `output`. Raises NotebookError, KeyboardInterrupt."""
-        import logging
-
-        import papermill
-        from jupyter_client.kernelspec import NoSuchKernel
-        from nbclient.exceptions import DeadKernelError
-
-        logging.getLogger("papermill").setLevel(logging.CRITICAL)  # it warns of every parameter a notebook does not declare
-        braces = {ord("{"): "{{", ord("}"): "}}"}  # papermill formats both paths
-        try:
-            with _kernel_environment():
-                papermill.execute_notebook(
-                    str((self.notebooks / f"{name}.ipynb").resolve()).translate(braces),
-                    str(output).translate(braces),
-                    parameters=self.parameters.model_dump(),
-                    kernel_name="python3",
-                    cwd=str(ROOT),
-                    progress_bar=False,
-                    log_output=False,
-                    start_timeout=180,  # both seconds: a busy machine is slow, not broken
-                    iopub_timeout=60,
-                    extra_arguments=["--log-level=CRITICAL"],  # of the kernel: what it says of its sockets is not for the reader
-                )
-        except KeyboardInterrupt:
-            # The cell's task ends later, with the kernel; nobody waits for it, and asyncio would print that as an error.
-            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-            raise
-        except papermill.PapermillExecutionError as error:
-            raise _cell_error(name, error) from None
-        except DeadKernelError:
-            number, of = _running_cell(output) or (0, 0)
-            raise NotebookError(
-                f"{name}: the kernel died in cell {number} of {of}",
-                do="most often memory ran out (see dmesg): set smaller batches, then run again; finished stages are kept",
-                exit_code=DEAD_KERNEL,
-            ) from None
-        except (NoSuchKernel, RuntimeError) as error:
-            raise NotebookError(f"{name}: no kernel could be started: {error}", do="workbook doctor", exit_code=DEAD_KERNEL) from error
 
     def _check(self, name: str, page: Any, began: datetime) -> None:
         """Hold an executed notebook and its stage against what they promise. Raises NotebookError."""
@@ -228,7 +169,7 @@ class Runner:
         if page is None or isinstance(error, DiskFull):
             return None
         # papermill calls cells completed that never started, and the one that was running when its kernel went.
-        started = [cell for cell in stamps.code_cells(page) if _started(cell)]
+        started = [cell for cell in stamps.code_cells(page) if kernels.started(cell)]
         for cell in stamps.code_cells(page)[len(started) :]:
             cell.metadata.setdefault("papermill", {})["status"] = "pending"
         if started and not isinstance(error, UnfitPage):
@@ -312,81 +253,3 @@ def _summary(folder: Path) -> dict[str, Any]:
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-
-
-def _cell_error(name: str, error: Any) -> NotebookError:
-    """The failing cell's error for the terminal: one of ours by its message alone, any other with its traceback."""
-    known = getattr(errors, error.ename, None)
-    if isinstance(known, type) and issubclass(known, WorkbookError):
-        return NotebookError(f"{name}: {error.evalue}", exit_code=known.exit_code)
-    trace = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", "\n".join(error.traceback)).strip().splitlines()
-    lines = trace[-25:] if len(trace) > 25 else trace
-    return NotebookError(f"{name}: cell {error.exec_count} raised {error.ename}: {error.evalue}\n" + "\n".join(lines))
-
-
-def _started(cell: Any) -> bool:
-    """Whether papermill came to this cell; a kernel that dies at once never gave it an execution count."""
-    return bool(cell.metadata.get("papermill", {}).get("start_time"))
-
-
-def _running_cell(path: Path) -> tuple[int, int] | None:
-    """Number of the code cell that is running or ran last, and of all; papermill writes its file at each cell's start."""
-    if (page := stamps.read(path)) is None:
-        return None
-    return sum(map(_started, stamps.code_cells(page))), len(stamps.code_cells(page))
-
-
-class _Heartbeat:
-    """Prints the running cell while a notebook runs, so that a long one does not look dead."""
-
-    def __init__(self, name: str, path: Path, say: Callable[[str], None]):
-        self._name, self._path, self._say, self._stop = name, path, say, threading.Event()
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def _beat(self) -> None:
-        start = time.monotonic()
-        while not self._stop.wait(HEARTBEAT_SECONDS):
-            cell = _running_cell(self._path)  # None while papermill is in the middle of writing
-            what = f"cell {cell[0]} of {cell[1]}, " if cell else ""
-            self._say(f"{self._name}: {what}{time.monotonic() - start:.0f} s")
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-@contextlib.contextmanager
-def _kernel_environment() -> Iterator[None]:
-    """Environment the kernel inherits: no MPLBACKEND (with Agg, figures vanish without an error), no progress bars.
-
-    tqdm warns at import that widgets are missing, before a notebook can say that it does not want them.
-    """
-    kept = dict(os.environ)
-    os.environ.pop("MPLBACKEND", None)
-    os.environ.update(TQDM_DISABLE="1", TOKENIZERS_PARALLELISM="false", HF_HUB_DISABLE_PROGRESS_BARS="1")
-    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (kept.get("PYTHONWARNINGS"), "ignore:IProgress not found")))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Make SIGTERM end the run as Ctrl-C does, so that no kernel is left behind."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Terminated
-
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

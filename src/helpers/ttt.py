@@ -260,10 +260,10 @@ class _HeadLoss(torch.autograd.Function):
         for a in range(0, hidden_RH.shape[0], ROWS):
             rows = slice(a, a + ROWS)
             raw = linear(hidden_RH[rows], weight)
-            best[rows] = raw.argmax(-1)
             if loss_config is None:
-                d_logits, loss = _kl(raw, target_RV[rows], entropy_R[rows])
+                d_logits, loss, best[rows] = _kl(raw, target_RV[rows], entropy_R[rows])
             else:
+                best[rows] = raw.argmax(-1)
                 d_logits, loss = _library_loss(raw, target_RV[rows], loss_config)
             total += loss
             d_logits = d_logits.to(hidden_RH.dtype)
@@ -283,16 +283,17 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _kl(raw, target, entropy):
-    """(gradient, sum) of KL(target || draft): target holds probabilities, entropy their sum p log p per row."""
+    """(gradient, sum, best ids) of KL(target || draft): target holds probabilities, entropy their sum p log p per row."""
     logits = raw.float()
-    logits -= logits.amax(-1, keepdim=True)
-    cross = (logits * target).sum(-1) if target.dtype == torch.float32 else torch.einsum("rv,rv->r", logits, target.float())
+    top = logits.max(-1, keepdim=True)  # one pass for the largest logit and where it is
+    logits -= top.values
+    cross = (logits * target).sum(-1)
     logits.exp_()
     z = logits.sum(-1, keepdim=True)
     loss = (entropy - cross + z.squeeze(-1).log()).sum()
     logits /= z
     logits -= target
-    return logits, loss
+    return logits, loss, top.indices.squeeze(-1)
 
 
 def _library_loss(raw, target, loss_config):
@@ -377,13 +378,14 @@ def _targets(model: Any, last_RH: torch.Tensor, probabilities: bool, full_head: 
         kept, entropies, best = [], [], []
         for block in normed.split(ROWS):
             logits = model.verifier_lm_head(block)
-            best.append(logits.argmax(-1))
-            if full_head is not None:
-                top = linear(block.to(full_head.dtype), full_head).argmax(-1)
+            if full_head is None:
+                best.append(logits.max(-1).indices)
+            else:
+                top = linear(block.to(full_head.dtype), full_head).max(-1).indices
                 if model.t2d is not None:
                     inside = model.t2d[top]
                     top = torch.where(inside, (model.t2d.cumsum(0) - 1)[top], -1)
-                best[-1] = top
+                best.append(top)
             if probabilities:
                 logp = logits.float().log_softmax(-1)
                 p = logp.exp()

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from helpers import environment, manifest, params, runner, stamps
+from helpers import environment, kernels, manifest, params, runner, stamps
 from helpers.errors import MissingInput, WorkbookError
 from helpers.files import shown
 from helpers.params import ROOT, STAGES, Parameters
@@ -148,12 +148,12 @@ def main(argv: list[str] | None = None) -> int:
     except WorkbookError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except runner.Terminated:
+    except kernels.Terminated:
         print("stopped by SIGTERM; finished stages and pages are kept, the same command goes on from there", file=sys.stderr)
-        return runner.TERMINATED
+        return kernels.TERMINATED
     except KeyboardInterrupt:
         print("stopped; finished stages and pages are kept, the same command goes on from there", file=sys.stderr)
-        return runner.INTERRUPTED
+        return kernels.INTERRUPTED
     except BrokenPipeError:  # `workbook params | head`
         sys.stderr.close()
         return 0
