@@ -90,7 +90,10 @@ def test_sweep_speeds_and_results_hang_together(tiny, drafter):
     assert results["speedup"] == max(r["speedup"] for r in speed["methods"] if r["k"])
     assert set(results["accept_length_by_category"]) == {p.category for p in found}
     checks = evaluation.checks(exact, chain["outputs"], acceptance.accept_length(chain["records"]))
-    assert checks[0][1] and not evaluation.checks({"identical": 7, "prompts": 8}, chain["outputs"], acceptance.accept_length(chain["records"]))[0][1]
+    assert (
+        checks[0][1]
+        and not evaluation.checks({"identical": 7, "prompts": 8}, chain["outputs"], acceptance.accept_length(chain["records"]))[0][1]
+    )
 
 
 def test_grouped_attention_equals_plain_attention_for_any_lengths(tiny):

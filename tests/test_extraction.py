@@ -230,6 +230,18 @@ def test_complete_answers_are_read_without_a_forward_pass(tiny, prompts, tmp_pat
     assert extraction.answer(tiny, prompts, path, report=said.append, **LIMIT) == expected and len(said) == 1
 
 
+def test_everything_is_made_again_when_asked_for(tiny, prompts, folder, monkeypatch):
+    path, made = folder.parent / "a.jsonl", []
+    answered = extraction.answer(tiny, prompts, path, report=silent, **LIMIT)
+    raw, before = path.read_bytes(), contents(folder)
+    monkeypatch.setattr(answers, "generate", lambda *a, generate=answers.generate, **k: made.append(1) or generate(*a, **k))
+    assert extraction.answer(tiny, prompts, path, report=silent, again=True, **LIMIT) == answered
+    assert len(made) == 3 and path.read_bytes() == raw  # nine prompts in batches of three
+    rows = extraction.rows(tiny, answered, max_tokens=256)
+    assert extraction.extract(tiny, rows, folder, IDS, batch_tokens=200, again=True, report=silent) == 9
+    assert contents(folder) == before
+
+
 def test_answer_to_another_prompt_under_the_same_id_is_made_again(tiny, prompts, tmp_path):
     path = tmp_path / "a.jsonl"
     extraction.answer(tiny, prompts[:3], path, report=silent, **LIMIT)

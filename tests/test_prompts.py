@@ -230,6 +230,10 @@ def test_the_limit_takes_a_prefix_of_one_shuffled_order(write):
     assert [p.id for p in read_prompts(path, seed=3, limit=7).rows] == whole[:7]
     assert whole != [f"r{n}" for n in range(50)] and sorted(whole) == sorted(f"r{n}" for n in range(50))
     assert [p.id for p in read_prompts(path, seed=4).rows] != whole
+    led = [p.id for p in read_prompts(path, seed=3, first="r9", limit=7).rows]
+    assert led == ["r9", *[i for i in whole if i != "r9"][:6]]
+    with pytest.raises(ParameterError, match="no prompt 'r50'"):
+        read_prompts(path, first="r50")
 
 
 def test_files_without_use_are_errors_with_their_reasons(write, tmp_path):
@@ -277,7 +281,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(JSON)
 def test_no_json_row_gets_past_with_anything_but_messages_or_a_reason(row):
     try:

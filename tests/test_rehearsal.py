@@ -43,7 +43,7 @@ def parts(made, tiny_folder):
 def test_one_overfitted_row_reaches_k_plus_one(tiny, parts, tmp_path):
     config, words, data = parts
     batch = rehearsal.one_row(data, 0, SETTINGS, 64)
-    found = rehearsal.gate(config, words, tiny, batch, rehearsal.first_prompt(data[0]), tmp_path, SETTINGS, steps=250)
+    found = rehearsal.gate(config, words, tiny, batch, rehearsal.first_prompt(data[0]), tmp_path, SETTINGS)
     assert found["loss after"] < found["loss before"]
     assert found["accept length"] >= 0.9 * found["K + 1"] == pytest.approx(3.6)
 
@@ -59,7 +59,7 @@ def test_a_wrong_layer_or_a_shifted_mask_does_not_pass(tiny, parts, tmp_path, fa
     else:
         batch["loss_mask"] = torch.roll(batch["loss_mask"], -11, dims=1)  # the answer's end is never trained
         batch["loss_mask"][:, :3] = False
-    found = rehearsal.gate(config, words, tiny, batch, prompt, tmp_path, SETTINGS, steps=250)
+    found = rehearsal.gate(config, words, tiny, batch, prompt, tmp_path, SETTINGS)
     assert found["accept length"] < 3.6
 
 
@@ -87,7 +87,8 @@ def test_library_and_fast_step_agree_on_the_example(parts):
 def test_curves_tell_a_falling_loss_from_a_rising_one(make_draft):
     class Run:
         curve = [
-            {"step": i, "epoch": i // 10, "loss": loss, "learning_rate": 1e-3, "tokens_per_second": 1.0} for i, loss in enumerate([3.0] * 10 + [2.0] * 10)
+            {"step": i, "epoch": i // 10, "loss": loss, "learning_rate": 1e-3, "tokens_per_second": 1.0}
+            for i, loss in enumerate([3.0] * 10 + [2.0] * 10)
         ]
 
     for step, length in ((9, 1.2), (19, 1.5)):

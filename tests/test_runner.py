@@ -271,6 +271,17 @@ def test_figures_stay_in_the_page_whatever_mplbackend_says(bench, monkeypatch):
     assert os.environ["MPLBACKEND"] == "Agg", "the caller's own environment is put back"
 
 
+def test_duration_of_a_page_made_again_counts_what_was_reused(bench):
+    bench.write(ONE, "stage.remember('heavy', lambda: 1)", FINISH)
+    bench.run()
+    kept = manifest.run_folder(bench.runner().parameters) / ONE / "results" / "heavy.json"
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), "seconds": 400.0}))
+    bench.write(ONE, "stage.remember('heavy', lambda: 1)", "1 + 1", FINISH)
+    bench.run()
+    made = bench.page().metadata["workbook"]
+    assert made["seconds_reused"] == 400.0 and 400.0 < made["seconds"] < 500.0
+
+
 def test_page_edited_by_hand_is_not_current(bench):
     bench.run()
     page, source = bench.page(), stamps.read(bench.notebooks / f"{ONE}.ipynb")

@@ -217,6 +217,7 @@ def answer(
     temperature: float = 0.0,
     batch_rows: int = 64,
     seed: int = 0,
+    again: bool = False,
     report: Report = print,
 ) -> list[Answered]:
     """The verifier's answers to every turn of every prompt, appended to `path` batch by batch and resumed from it.
@@ -224,10 +225,15 @@ def answer(
     Several user turns are answered in order, each after the verifier's own earlier answers. A conversation ends early
     where an answer was cut off (the next question would follow half a sentence) or where the next prompt does not fit.
 
+    Args:
+        again: let the verifier answer anew, whatever is in `path`.
+
     Raises:
         DataError: first turns that leave no room for an answer, all of them named.
         DiskFull: what was written before stays.
     """
+    if again:
+        path.unlink(missing_ok=True)
     known = read_answers(path)
     if known:
         report(f"{len(known)} answers found in {files.shown(path)}")

@@ -176,8 +176,6 @@ def load_states(folder: Path, i: int) -> torch.Tensor:
 
 def _to_do(found: Sequence[Row], folder: Path, layers: int, width: int, verify: bool, report: Report) -> list[int]:
     """Rows without a good shard; says how many are stored and what is wrong with damaged ones."""
-    for leftover in (folder / "hidden_states").glob(".*"):  # half-written by a process that was killed
-        leftover.unlink()
     faults = {i: shard_fault(shard(folder, i), r.input_ids, layers, width, values=verify) for i, r in enumerate(found)}
     damaged = [f"{shard(folder, i).name} {fault}" for i, fault in faults.items() if fault not in (None, "missing")]
     for line in damaged[:LISTED]:
@@ -198,6 +196,7 @@ def extract(
     *,
     batch_tokens: int,
     verify: bool = False,
+    again: bool = False,
     report: Report = print,
 ) -> int:
     """Store hidden states of layers `ids` and of the last layer for every row that has no good shard; returns rows written.
@@ -208,12 +207,16 @@ def extract(
 
     Args:
         verify: read the numbers of the shards that are there too, not their headers alone.
+        again: make every shard anew, whatever is there.
 
     Raises:
         DiskFull: every shard that is there is whole; the same call goes on from it.
     """
     (folder / "hidden_states").mkdir(parents=True, exist_ok=True)
-    todo = set(_to_do(found, folder, len(ids) + 1, verifier.config.hidden_size, verify, report))
+    for leftover in (folder / "hidden_states").glob(".*"):  # half-written by a process that was killed
+        leftover.unlink()
+    width = verifier.config.hidden_size
+    todo = set(range(len(found)) if again else _to_do(found, folder, len(ids) + 1, width, verify, report))
     began, tokens, pending = time.perf_counter(), 0, []
     plan = [b for b in batches([len(r.input_ids) for r in found], budget=batch_tokens) if todo.intersection(b)]
     with ThreadPoolExecutor(1) as writer:

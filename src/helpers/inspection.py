@@ -17,7 +17,8 @@ from matplotlib.figure import Figure
 from helpers import canvas, masks, rendering
 from helpers.acceptance import repeats
 from helpers.answers import Answered, generate
-from helpers.conversations import Prompt, Tokenised
+from helpers.conversations import Prompt, PromptSet, Tokenised
+from helpers.extraction import shard, shard_fault
 from helpers.preflight import rate
 from helpers.verifier import Verifier, portable
 
@@ -88,7 +89,7 @@ def speeds(
     verifier: Verifier, prompts: Sequence[list[int]], rows: Sequence[Tokenised], layer_ids: list[int], *, batch_rows: int
 ) -> dict[str, float]:
     """Tokens per second of answering (at the run's batch) and of extraction, from a probe of seconds."""
-    batch = list(prompts[:batch_rows])
+    batch = [rendering.prompt_ids(verifier.tokenizer, p.turns()[0], p.tools, row=p.id) for p in prompts[:batch_rows]]
     generate(verifier, batch[:1], max_tokens=1)
     start = time.perf_counter()
     generate(verifier, batch, max_tokens=1)
@@ -195,3 +196,63 @@ def norms_figure(rows: Sequence[Mapping[str, Any]], chosen: Sequence[int], token
 def bytes_below(folder: Path) -> int:
     """Bytes of all files in a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+
+
+def prompt_counts(found: PromptSet, taken: int) -> dict[str, int]:
+    """Where every row of a prompt file went, once `taken` of the usable ones are used."""
+    return found.counts | {"taken": taken, "beyond_limit": len(found.rows) - taken}
+
+
+def results(
+    verifier: Verifier, rows: Sequence[Tokenised], said: Mapping[str, Any], audited: Sequence[Mapping[str, Any]], training: int
+) -> dict[str, Any]:
+    """What notebook 01 hands on: sizes, shares and facts that later notebooks read from its manifest.
+
+    Args:
+        said: of `answer_facts`. audited: of `audit.audit`. training: rows to train on; the others, at the end, are held out.
+    """
+    tokens, supervised = sum(len(r.input_ids) for r in rows), sum(r.supervised for r in rows)
+    return {
+        "rows": len(rows),
+        "training_rows": training,
+        "heldout_rows": len(rows) - training,
+        "tokens": tokens,
+        "supervised_tokens": supervised,
+        "supervised_share": supervised / tokens,
+        **{name: said[name] for name in ("answers", "answer_tokens", "answers_ended_share", "repeat_share", "turns_not_asked")},
+        "audited_rows": len(audited),
+        "audit_top1": min(r["top1"] for r in audited),
+        "audit_cosine": min(r["cosine"] for r in audited),
+        "verifier_folder": portable(verifier.folder),
+        "state_dtype": str(verifier.dtype).removeprefix("torch."),
+        "num_layers": verifier.depth,
+        "hidden_size": verifier.config.hidden_size,
+        "vocab_size": verifier.config.vocab_size,
+        "end_ids": sorted(verifier.end_ids),
+    }
+
+
+def gates(
+    counts: Mapping[str, int], overlap: int, rows: Sequence[Tokenised], folder: Path, slices: int, hidden: int
+) -> list[tuple[str, bool, str, str]]:
+    """Checks of notebook 01 on prompts, rows and shards, for `pages.checks`; the audit brings its own.
+
+    Args:
+        counts: of `prompt_counts`. overlap: evaluation prompts that training asks too. folder: the dataset.
+    """
+    accounted = counts["found"] == counts["taken"] + counts["beyond_limit"] + counts["rejected"]
+    mixed = sum(0 < r.supervised < len(r.input_ids) for r in rows)
+    whole = sum(shard_fault(shard(folder, i), r.input_ids, slices, hidden) is None for i, r in enumerate(rows))
+    again = "run this notebook again: shards that are not whole are made again"
+    apart = "take these prompts out of one of the two files"
+    return [
+        (
+            "every row of the prompt file is accounted for",
+            accounted,
+            f"{counts['found']:,} rows",
+            "report this: it is a fault of the reader",
+        ),
+        ("no evaluation prompt is asked in training", overlap == 0, f"{overlap} are", apart),
+        ("every row has context and supervised tokens", mixed == len(rows), f"{mixed:,} of {len(rows):,}", "see the masks in section 6"),
+        ("every row has a whole shard", whole == len(rows), f"{whole:,} of {len(rows):,}", again),
+    ]

@@ -166,14 +166,17 @@ def _unique(prompts: list[Prompt], given: set[str]) -> tuple[list[Prompt], list[
     return out, renamed
 
 
-def read_prompts(path: str | Path, *, limit: int = 0, seed: int = 0) -> PromptSet:
+def read_prompts(path: str | Path, *, limit: int = 0, seed: int = 0, first: str = "") -> PromptSet:
     """Read a prompt file, or `hf:owner/name[:[subset:]split]`, shuffle by `seed` and take the first `limit` (0 takes all).
 
     Rows are ordered by a hash of seed and id, so a smaller limit gives a prefix and a row more or less moves no other.
 
+    Args:
+        first: id of a prompt that leads the order whatever the seed, so that no limit cuts it (the example followed through the pages).
+
     Raises:
         DataError: no such file or data set, an empty one, or one without a usable row (the first reasons are listed).
-        ParameterError: a negative limit.
+        ParameterError: a negative limit, or no usable row with the id `first`.
     """
     if limit < 0:
         raise ParameterError(f"limit {limit} is negative", where="prompts_limit", do="give 0 to take every prompt")
@@ -202,6 +205,9 @@ def read_prompts(path: str | Path, *, limit: int = 0, seed: int = 0) -> PromptSe
         what = f"none of {len(rejected)} rows can be used:\n{first}{more}" if rejected else "no row in it"
         raise DataError(what, where=source, do=do)
     prompts, renamed = _unique(prompts, {p.id for p in prompts})
-    prompts.sort(key=lambda p: hashlib.sha256(f"{seed}\0{p.id}".encode()).digest())
+    prompts.sort(key=lambda p: (p.id != first, hashlib.sha256(f"{seed}\0{p.id}".encode()).digest()))
+    if first and prompts[0].id != first:
+        some = ", ".join(p.id for p in prompts[:5])
+        raise ParameterError(f"no prompt {first!r} in {source}", where="example_id", do=f"name one that is there, such as {some}")
     taken = prompts[:limit] if limit else prompts
     return PromptSet(source, taken, rejected, renamed, len(prompts) - len(taken), blank)

@@ -151,9 +151,10 @@ class Runner:
 
         made, (sha, dirty) = self.stage(name).manifest, commit()
         more = {"commit": sha, "dirty": dirty, "set": self.set_name, "date": datetime.now(UTC).isoformat(timespec="seconds")}
-        # What remembered results once took belongs to the duration: a page made again from them did not become cheaper.
+        # What remembered results once took belongs to the duration: a page made again from them did not become cheaper. A
+        # stage that resumes by other means gives its whole duration to finish(seconds=).
         reused = made.get("seconds_reused", 0.0)
-        more |= {"seconds": round(seconds + reused, 1), "seconds_reused": reused, "stage_made": made["made"]}
+        more |= {"seconds": round(max(seconds + reused, made["seconds"]), 1), "seconds_reused": reused, "stage_made": made["made"]}
         stamps.stamp(page, source, name, self.parameters, **more)
         page.metadata.get("papermill", {}).update(input_path=f"notebooks/{name}.ipynb", output_path=shown(self.folder / f"{name}.ipynb"))
         stamps.strip_paths(page)
