@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from helpers import decoding, files
+from helpers import decoding, draft, embedded, files, params, ttt
 from helpers.errors import AttentionError
-from helpers.probe import said
-from helpers.registry import registry
+from helpers.probe import packed, said
+from helpers.registry import registry, watched
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn"}
 SECONDS = 60.0  # for each of an entry's two parts
@@ -201,6 +201,49 @@ def _longest(verdict: dict[str, Any]) -> dict[str, Any]:
     return {key: best[key] for key in ("tokens", "seconds", "bytes")}
 
 
+def after_reload(choice: str) -> list[dict[str, str]]:
+    """What becomes of the choice when a draft is saved and loaded, by the library alone and by `draft.load`; tried now.
+
+    A small draft on the tiny verifier stands in: what is written does not depend on its size. Rows {tried, happened}.
+    """
+    from speculators.losses import resolve_loss_config
+    from speculators.models.eagle3 import Eagle3DraftModel
+    from transformers import AutoConfig
+
+    verifier = embedded.ensure("tiny")
+    config = AutoConfig.from_pretrained(verifier)
+    proposal, _ = draft.propose(config, params.Parameters(draft_vocab_size=64), [0, 1, 2])
+    few = torch.arange(config.vocab_size) < 64
+    loaded: dict[str, Any] = {}
+
+    def load(how: str, make: Callable[[], Any]) -> str:
+        loaded[how] = make()
+        return f"attention {loaded[how]._attn_impl}" + (", with ttt to be bound in training" if how == "ours" and choice == "ttt" else "")
+
+    def step(how: str) -> str:
+        model = loaded[how].train()
+        row = packed([128], 0, proposal, torch.device("cpu"), 0)
+        if how == "ours" and choice == "ttt":
+            ttt.bind(model)
+        with torch.compiler.set_stance("force_eager"):
+            model(**row, ttt_steps=2, loss_config=resolve_loss_config("kl_div", "eager"))[1].backward()
+        return "runs"
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        built = draft.build(draft.speculator_config(proposal, verifier, draft.library_attention(choice)), few[:64].long() * 0, few)
+        draft.save(built, folder, attention=choice)
+        written = "nothing" if "_attn_implementation" not in (folder / "config.json").read_text() else "it"
+        return [
+            {"tried": "what config.json holds of it", "happened": written},
+            watched("Eagle3DraftModel.from_pretrained(folder)", lambda: load("library", lambda: Eagle3DraftModel.from_pretrained(folder))),
+            watched("a training step of that, on a CPU", lambda: step("library")),
+            {"tried": "what draft.json beside it holds", "happened": json.loads((folder / draft.SIDE_FILE).read_text())["attention"]},
+            watched("helpers.draft.load(folder)", lambda: load("ours", lambda: draft.load(folder, verifier))),
+            watched("a training step of that", lambda: step("ours")),
+        ]
+
+
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +255,7 @@ def as_text(verdicts: Sequence[dict[str, Any]]) -> str:
 
 def verdict_rows(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per entry for a table: whose it is, usable, why, and what it said where it failed."""
-    return [{key: v.get(key) or "" for key in ("implementation", "from", "usable", "reason", "said")} | {"usable": v["usable"]} for v in verdicts]
+    return [{key: v.get(key) for key in ("implementation", "from", "usable", "reason", "said")} for v in verdicts]
 
 
 def check_rows(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -164,7 +164,7 @@ def _speedup_interval(tokens, spent, base_tokens, base_spent, seed: int) -> tupl
     return float(low), float(high)
 
 
-def cost_rows(speed: dict[str, Any], conditional: Sequence[float], ks: Sequence[int]) -> tuple[costs.Costs, list[dict[str, Any]]]:
+def cost_rows(speed: dict[str, Any], conditional: Sequence[float | None], ks: Sequence[int]) -> tuple[costs.Costs, list[dict[str, Any]]]:
     """Costs fitted to measured rounds, and the model's rows for `ks`."""
     split = speed["rounds"]
     fitted = costs.fit_costs(
@@ -173,7 +173,8 @@ def cost_rows(speed: dict[str, Any], conditional: Sequence[float], ks: Sequence[
         {r["k"] + 1: [r["verify"]] for r in split},
         [r["overhead"] for r in split],
     )
-    return fitted, costs.speedup_model(conditional, fitted, ks)
+    # a position never reached has no conditional acceptance; the model then expects nothing there
+    return fitted, costs.speedup_model([c or 0.0 for c in conditional], fitted, ks)
 
 
 def measured(

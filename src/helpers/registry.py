@@ -124,8 +124,11 @@ def _short(text: str, limit: int = 160) -> str:
     return text if len(text) <= limit else text[: limit - 2] + " …"
 
 
-def _watched(what: str, compute: Callable[[], str]) -> dict[str, str]:
+def watched(what: str, compute: Callable[[], str]) -> dict[str, str]:
     """A row of the table: what was tried, and what it said, warned of or raised."""
+    from transformers.utils.logging import warning_once
+
+    getattr(warning_once, "cache_clear", lambda: None)()  # it warns once per process, and this page may run twice
     logger, heard = logging.getLogger("transformers"), _Heard()
     level, kept = logger.level, logger.handlers[:]
     logger.handlers = [heard]
@@ -209,11 +212,11 @@ def none_trap(layer_config: dict[str, Any], device: torch.device | str = "cpu") 
 
     losses, name = resolve_loss_config("kl_div", "eager"), f"transformers' {prefix}"
     rows = [
-        _watched(f"{kind.__name__}.from_dict(…)._attn_implementation", lambda: repr(config()._attn_implementation)),
-        _watched(f"{name}DecoderLayer, forward", layer),
-        _watched(f"{name}Model, built", model),
-        _watched("speculators' Eagle3DraftModel, built", draft),
+        watched(f"{kind.__name__}.from_dict(…)._attn_implementation", lambda: repr(config()._attn_implementation)),
+        watched(f"{name}DecoderLayer, forward", layer),
+        watched(f"{name}Model, built", model),
+        watched("speculators' Eagle3DraftModel, built", draft),
     ]
     if drafts:
-        rows += [_watched("its forward without gradient", forward), _watched("its training step", backward)]
+        rows += [watched("its forward without gradient", forward), watched("its training step", backward)]
     return rows

@@ -157,7 +157,7 @@ def gate(
         right = right + 1 if all(metrics[f"{h}_sum"] == metrics[f"{h}_total"] for h in heads) else 0
     draft.save(copy.deepcopy(model).to(verifier.dtype), folder, attention="sdpa")
     drafter = speculative.Drafter(draft.load(folder, verifier.folder, dtype=verifier.dtype))
-    answer = batch["input_ids"][0][batch["loss_mask"][0]].tolist()
+    answer = batch["input_ids"][0][batch["loss_mask"][0].bool()].tolist()
     found = speculative.decode(verifier, [prompt], max_tokens=min(len(answer), 64), drafter=drafter, k=parameters.speculative_tokens)
     # stored in a batch and decoded alone, a text may part at a tie of the verifier; what follows was never learnt
     same = len(os.path.commonprefix([found.tokens[0], answer]))

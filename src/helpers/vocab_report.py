@@ -116,9 +116,9 @@ def costs(total: pd.DataFrame, head: pd.DataFrame, choice: Mapping[str, int]) ->
 
 
 def synthetic(vocab_size: int, size: int, *, hidden_size: int, k: int, seed: int = 0) -> dict[str, Any]:
-    """A full-size case on synthetic counts: tokens drawn independently from a Zipf–Mandelbrot law, 1 / (rank + 2.7)."""
+    """A full-size case on synthetic counts: tokens drawn independently from a Zipf–Mandelbrot law, (rank + 2.7) ** -1.2."""
     draw = np.random.default_rng(seed)
-    law = 1.0 / (np.arange(vocab_size) + 3.7)
+    law = (np.arange(1, vocab_size + 1) + 2.7) ** -1.2
     law = draw.permutation(law / law.sum())  # ranks fall on ids at random, as they nearly do in a trained tokenizer
     counts = draw.multinomial(COUNTED, law)
     answers = draw.choice(vocab_size, size=HELD_OUT, p=law)
