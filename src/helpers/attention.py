@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from helpers import decoding, draft, embedded, files, params, ttt
+from helpers import decoding, files
+from helpers.attention_checks import MOVED, TOLERANCE
 from helpers.errors import AttentionError
-from helpers.probe import packed, said
-from helpers.registry import registry, watched
+from helpers.probe import said
+from helpers.registry import registry
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface", "flash_attention_4": "flash_attn"}
 SECONDS = 60.0  # for each of an entry's two parts
@@ -201,49 +202,6 @@ def _longest(verdict: dict[str, Any]) -> dict[str, Any]:
     return {key: best[key] for key in ("tokens", "seconds", "bytes")}
 
 
-def after_reload(choice: str) -> list[dict[str, str]]:
-    """What becomes of the choice when a draft is saved and loaded, by the library alone and by `draft.load`; tried now.
-
-    A small draft on the tiny verifier stands in: what is written does not depend on its size. Rows {tried, happened}.
-    """
-    from speculators.losses import resolve_loss_config
-    from speculators.models.eagle3 import Eagle3DraftModel
-    from transformers import AutoConfig
-
-    verifier = embedded.ensure("tiny")
-    config = AutoConfig.from_pretrained(verifier)
-    proposal, _ = draft.propose(config, params.Parameters(draft_vocab_size=64), [0, 1, 2])
-    few = torch.arange(config.vocab_size) < 64
-    loaded: dict[str, Any] = {}
-
-    def load(how: str, make: Callable[[], Any]) -> str:
-        loaded[how] = make()
-        return f"attention {loaded[how]._attn_impl}" + (", with ttt to be bound in training" if how == "ours" and choice == "ttt" else "")
-
-    def step(how: str) -> str:
-        model = loaded[how].train()
-        row = packed([128], 0, proposal, torch.device("cpu"), 0)
-        if how == "ours" and choice == "ttt":
-            ttt.bind(model)
-        with torch.compiler.set_stance("force_eager"):
-            model(**row, ttt_steps=2, loss_config=resolve_loss_config("kl_div", "eager"))[1].backward()
-        return "runs"
-
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        built = draft.build(draft.speculator_config(proposal, verifier, draft.library_attention(choice)), few[:64].long() * 0, few)
-        draft.save(built, folder, attention=choice)
-        written = "nothing" if "_attn_implementation" not in (folder / "config.json").read_text() else "it"
-        return [
-            {"tried": "what config.json holds of it", "happened": written},
-            watched("Eagle3DraftModel.from_pretrained(folder)", lambda: load("library", lambda: Eagle3DraftModel.from_pretrained(folder))),
-            watched("a training step of that, on a CPU", lambda: step("library")),
-            {"tried": "what draft.json beside it holds", "happened": json.loads((folder / draft.SIDE_FILE).read_text())["attention"]},
-            watched("helpers.draft.load(folder)", lambda: load("ours", lambda: draft.load(folder, verifier))),
-            watched("a training step of that", lambda: step("ours")),
-        ]
-
-
 # --- tables ------------------------------------------------------------------------------------------------------
 
 
@@ -276,3 +234,21 @@ def check_rows(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def cost_rows(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per entry and length: seconds, peak bytes above the built draft, runs, note."""
     return [{"implementation": v["implementation"], **t} for v in verdicts for t in v.get("timings") or []]
+
+
+def forms(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[float], str]]:
+    """How a table writes the columns of `check_rows`: 0 where there is nothing at all, else the power of ten."""
+    numbers = [name for name in (rows[0] if rows else {}) if name not in ("implementation", "worst gradient")]
+    return dict.fromkeys(numbers, lambda x: "0" if x == 0 else f"{x:.0e}")
+
+
+def gates(verdicts: Sequence[dict[str, Any]], choice: dict[str, Any]) -> list[tuple[str, bool, str, str]]:
+    """The checks of the implementation chosen, for `pages.checks`."""
+    chosen = next(v for v in verdicts if v["implementation"] == choice["attention"])
+    moved = max(x for name, x in chosen["movements"].items() if name != "what must move")
+    errors, do = chosen["float32"], "set another attention; section 5 shows what it does"
+    return [
+        (f"{choice['attention']}: nothing moves that must not", moved <= MOVED, f"{moved:.0e}", do),
+        ("its outputs are the float64 reference's", errors["output"] <= TOLERANCE, f"{errors['output']:.0e}", do),
+        (f"its gradients too, of {errors['parameters']} parameters", errors["gradient"] <= TOLERANCE, f"{errors['gradient']:.0e}", do),
+    ]

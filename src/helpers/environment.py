@@ -89,6 +89,9 @@ def quiet() -> None:
         sys.modules["transformers"].utils.logging.set_verbosity_error()
     for name in ("speculators", "datasets", "huggingface_hub", "httpx", "filelock", "matplotlib", "torch.distributed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    from loguru import logger
+
+    logger.disable("speculators")  # its loader writes to stderr past logging, ten lines for every draft that is built
 
 
 def _show_figures() -> None:

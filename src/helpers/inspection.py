@@ -22,7 +22,7 @@ from helpers.extraction import shard, shard_fault
 from helpers.preflight import rate
 from helpers.verifier import Verifier, portable
 
-PROBE_TOKENS = 8  # decoded in the timed part of the probe
+PROBE_TOKENS = 12  # read and then decoded by each row of the probe
 
 
 def template_facts(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -31,12 +31,12 @@ def template_facts(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> dict[s
     ids = rendering.encode(tokenizer, text)
     opening = text.removeprefix(rendering.render(tokenizer, messages))
     special = {i: t for t, i in rendering.specials(tokenizer).items()}
-    told = any(m["role"] == "system" for m in messages)
+    alone = rendering.render(tokenizer, [{"role": "user", "content": "?"}])
     return {
         "opening of an answer": repr(opening),
         "special tokens it writes": sorted({special[i] for i in ids if i in special}),
         "begins with BOS": bool(ids) and ids[0] == tokenizer.bos_token_id,
-        "adds a system prompt of its own": not told and "system" in text.split(messages[0]["content"])[0],
+        "adds a system prompt of its own": "system" in alone.partition("?")[0],
         "marks answers itself ({% generation %})": bool(masks.TAGS.search(rendering.template(tokenizer))),
         "template": f"{len(rendering.template(tokenizer)):,} characters",
     }
@@ -89,20 +89,18 @@ def speeds(
     verifier: Verifier, prompts: Sequence[list[int]], rows: Sequence[Tokenised], layer_ids: list[int], *, batch_rows: int
 ) -> dict[str, float]:
     """Tokens per second of answering (at the run's batch) and of extraction, from a probe of seconds."""
-    batch = [rendering.prompt_ids(verifier.tokenizer, p.turns()[0], p.tools, row=p.id) for p in prompts[:batch_rows]]
+    # prompts cut to their ends: reading them would take most of the probe, and is not what it measures
+    batch = [rendering.prompt_ids(verifier.tokenizer, p.turns()[0], p.tools, row=p.id)[-PROBE_TOKENS:] for p in prompts[:batch_rows]]
     generate(verifier, batch[:1], max_tokens=1)
     start = time.perf_counter()
-    generate(verifier, batch, max_tokens=1)
-    middle = time.perf_counter()
-    generate(verifier, batch, max_tokens=1 + PROBE_TOKENS)
-    # the second call does what the first did, reading the prompts, and decodes eight tokens more
-    decoding = max((time.perf_counter() - middle) - (middle - start), 1e-3)
+    made = sum(map(len, generate(verifier, batch, max_tokens=PROBE_TOKENS)))
+    answering = made / max(time.perf_counter() - start, 1e-9)
 
     def forward(picked: list[list[int]]) -> None:
         width = max(map(len, picked))
         verifier.states(torch.tensor([row + [0] * (width - len(row)) for row in picked]), layer_ids)
 
-    return {"answering": len(batch) * PROBE_TOKENS / decoding, "hidden states": rate(forward, rows)}
+    return {"answering": answering, "hidden states": rate(forward, rows, budget=1024)}
 
 
 def answer_facts(answered: Sequence[Answered]) -> dict[str, Any]:

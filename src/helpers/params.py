@@ -55,7 +55,7 @@ class Parameters(BaseModel):
     heldout_share: float = _p(0.08, "124", "share of conversations kept out of training", gt=0.0, lt=0.9)
     audit_rows: Count = _p(6, "1", "rows whose stored states are held against a fresh forward pass", ge=1)
 
-    draft_vocab_size: Count = _p(8192, "235", "tokens the draft can propose", ge=1)
+    draft_vocab_size: Count = _p(4096, "235", "tokens the draft can propose", ge=1)
 
     draft_layers: Count = _p(1, "3", "decoder layers of the draft", ge=1, le=8)
     draft_layer_type: Literal["llama", "qwen3"] = _p("llama", "3", "architecture of the draft's layers")
@@ -74,7 +74,7 @@ class Parameters(BaseModel):
     train_weight_decay: float = _p(0.01, "4", "weight decay of both optimisers", ge=0.0, le=1.0)
     train_scheduler: Literal["linear", "cosine", "none"] = _p("cosine", "4", "how the rate falls")
     train_warmup_ratio: float = _p(0.02, "4", "share of steps the rate rises over", ge=0.0, le=1.0)
-    train_epochs: Count = _p(5, "4", "passes over the training conversations", ge=1)
+    train_epochs: Count = _p(4, "4", "passes over the training conversations", ge=1)
     train_batch_tokens: Count = _p(1024, "4", "tokens packed into one step", ge=16)
     train_ttt_steps: Count = _p(3, "34", "training-time-test steps", ge=1, le=8)
     train_step_decay: float = _p(1.0, "4", "weight of step j is this to the power j", gt=0.0, le=1.0)
@@ -86,12 +86,12 @@ class Parameters(BaseModel):
     evaluation_max_tokens: Count = _p(96, "5", "longest answer in the evaluation, in tokens", ge=2)
     evaluation_batch_rows: Count = _p(48, "5", "conversations decoded at once", ge=1)
     speculative_tokens: Count = _p(3, "35", "drafted tokens per verification step, K", ge=1, le=16)
-    evaluation_k_values: list[Count] = _p([1, 2, 3, 4, 5], "5", "values of K in the sweep", min_length=1)
-    sweep_prompts: Count = _p(32, "5", "evaluation prompts in the sweep over K", ge=1)
+    evaluation_k_values: list[Count] = _p([1, 2, 3, 4], "5", "values of K in the sweep", min_length=1)
+    sweep_prompts: Count = _p(24, "5", "evaluation prompts in the sweep over K", ge=1)
     lossless_prompts: Count = _p(24, "5", "prompts decoded in float32 to prove the output unchanged", ge=1)
     lossless_tokens: Count = _p(64, "5", "tokens each of them is decoded for", ge=2)
-    speed_prompts: Count = _p(8, "5", "prompts timed one at a time", ge=1)
-    speed_tokens: Count = _p(64, "5", "tokens each of them is decoded for", ge=2)
+    speed_prompts: Count = _p(6, "5", "prompts timed one at a time", ge=1)
+    speed_tokens: Count = _p(48, "5", "tokens each of them is decoded for", ge=2)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Parameters:
