@@ -11,7 +11,8 @@ from transformers import AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from helpers import attention, attention_checks, attention_costs, attention_trial, decoding, draft, params, probe, registry, ttt
+from helpers import attention, attention_checks, attention_costs, attention_trap, attention_trial
+from helpers import decoding, draft, params, probe, registry, ttt
 from helpers.errors import AttentionError
 
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_the_place_it_never_was_gives_the_error_people_see():
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_config_from_a_dict_has_none_and_speculators_puts_flex_there(job, kind):
     layer = job["proposal"]["transformer_layer_config"] | {"model_type": kind}
-    happened = [row["happened"] for row in registry.none_trap(layer)]
+    happened = [row["happened"] for row in attention_trap.none_trap(layer)]
     assert happened[0] == "None"
     assert happened[1].startswith("runs, with eager; warned:")
     assert happened[2] == "builds, and fills in sdpa"
@@ -101,9 +102,17 @@ def test_a_version_that_raises_on_none_is_reported_not_fatal(job, monkeypatch):
         return default if name == "eager" else self[name]
 
     monkeypatch.setattr(AttentionInterface, "get_interface", strict)
-    rows = registry.none_trap(job["proposal"]["transformer_layer_config"])
+    rows = attention_trap.none_trap(job["proposal"]["transformer_layer_config"])
     assert rows[1]["happened"] == "KeyError: None"  # what transformers 5.0.0 did
     assert rows[4]["happened"] == "runs"
+
+
+@pytest.mark.parametrize("choice, loaded", [("ttt", "attention sdpa, with ttt to be bound in training"), ("eager", "attention eager")])
+def test_the_library_forgets_the_choice_and_our_load_does_not(choice, loaded):
+    happened = [row["happened"] for row in attention_trap.after_reload(choice)]
+    assert happened[0] == "nothing" and happened[1] == "attention simple_flex_attention"
+    assert happened[2].startswith("NotImplementedError")
+    assert happened[3:] == [choice, loaded, "runs"]
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -354,3 +363,11 @@ def test_tables_hold_a_row_for_each_entry_that_was_tried():
     assert "moved by what must move" not in rows[0]
     assert attention.cost_rows([tried]) == [{"implementation": "a", **tried["timings"][0]}]
     assert attention.verdict_rows([tried])[0]["said"] is None
+    forms = attention.forms(rows)
+    assert forms["moved by padding"](0.0) == "0" and forms["float32 gradient"](1.3e-6) == "1e-06" and "implementation" not in forms
+
+
+def test_gates_fail_on_what_the_chosen_one_got_wrong():
+    errors = {"output": 1e-7, "gradient": 1e-3, "worst": "fc", "parameters": 12}
+    tried = timed("a", t16=1.0) | {"movements": {"padding": 1e-3, "what must move": 1.0}, "float32": errors}
+    assert [passed for _, passed, _, _ in attention.gates([tried], {"attention": "a"})] == [False, True, False]

@@ -93,7 +93,7 @@ def test_later_stage_alone_refuses_a_predecessor_made_with_other_parameters(smok
     smoke.set(draft_vocab_size=128)
     try:
         done = smoke.run("--only", "03")
-        assert done.returncode == 5 and "draft_vocab_size: 256 then, 128 now" in done.stderr, done.stdout + done.stderr
+        assert done.returncode == 5 and "draft_vocab_size: 384 then, 128 now" in done.stderr, done.stdout + done.stderr
     finally:
         smoke.set()
 

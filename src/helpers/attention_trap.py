@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from helpers import draft, embedded, params, ttt
-from helpers.probe import packed, said
+from helpers.probe import packed, said, shortened
 
 
 class _Heard(logging.Handler):
@@ -30,11 +30,6 @@ class _Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.lines.append(record.getMessage())
-
-
-def _short(text: str, limit: int = 160) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 2] + " …"
 
 
 def _watched(what: str, compute: Callable[[], str]) -> dict[str, str]:
@@ -50,10 +45,10 @@ def _watched(what: str, compute: Callable[[], str]) -> dict[str, str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             happened = compute()
-        said = [*heard.lines, *(str(w.message) for w in caught if "compile" not in str(w.message))]
-        happened += "".join(f"; warned: {_short(text, 120)}" for text in dict.fromkeys(said))
+        warned = [*heard.lines, *(str(w.message) for w in caught if "compile" not in str(w.message))]
+        happened += "".join(f"; warned: {shortened(text, 120)}" for text in dict.fromkeys(warned))
     except Exception as error:  # the finding
-        happened = f"{type(error).__name__}: {X}"
+        happened = said(error)
     finally:
         logger.handlers = kept
         logger.setLevel(level)
@@ -99,7 +94,7 @@ def none_trap(layer_config: dict[str, Any], device: torch.device | str = "cpu") 
 
     drafts: list[Any] = []
 
-    def draft() -> str:
+    def build() -> str:
         made = config()
         drafts.append(Eagle3DraftModel(Eagle3SpeculatorConfig(transformer_layer_config=made, draft_vocab_size=256)).to(device).train())
         for parameter in drafts[0].parameters():  # embedding and head wait for a verifier's weights and hold NaN
@@ -128,10 +123,10 @@ def none_trap(layer_config: dict[str, Any], device: torch.device | str = "cpu") 
         _watched(f"{kind.__name__}.from_dict(…)._attn_implementation", lambda: repr(config()._attn_implementation)),
         _watched(f"{name}DecoderLayer, forward", layer),
         _watched(f"{name}Model, built", model),
-        _watched("speculators' Eagle3DraftModel, built", draft),
+        _watched("speculators' Eagle3DraftModel, built", build),
     ]
     if drafts:
-        rows += [watched("its forward without gradient", forward), _watched("its training step", backward)]
+        rows += [_watched("its forward without gradient", forward), _watched("its training step", backward)]
     return rows
 
 

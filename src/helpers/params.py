@@ -85,7 +85,7 @@ class Parameters(BaseModel):
     evaluation_prompts: Count = _p(96, "5", "first so many evaluation prompts; 0 takes all", ge=0)
     evaluation_max_tokens: Count = _p(96, "5", "longest answer in the evaluation, in tokens", ge=2)
     evaluation_batch_rows: Count = _p(48, "5", "conversations decoded at once", ge=1)
-    speculative_tokens: Count = _p(3, "35", "drafted tokens per verification step, K", ge=1, le=16)
+    speculative_tokens: Count = _p(3, "235", "drafted tokens per verification step, K", ge=1, le=16)
     evaluation_k_values: list[Count] = _p([1, 2, 3, 4], "5", "values of K in the sweep", min_length=1)
     sweep_prompts: Count = _p(24, "5", "evaluation prompts in the sweep over K", ge=1)
     lossless_prompts: Count = _p(24, "5", "prompts decoded in float32 to prove the output unchanged", ge=1)

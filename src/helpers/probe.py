@@ -95,10 +95,15 @@ def _known_here(entry: dict[str, Any]) -> None:
         AttentionInterface.register(name, function)
 
 
-def said(error: BaseException, limit: int = 160) -> str:
-    """An exception as one short line."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+def shortened(text: str, limit: int = 160) -> str:
+    """Text on one line, cut after `limit` characters."""
+    text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 2] + " …"
+
+
+def said(error: BaseException) -> str:
+    """An exception as one short line."""
+    return shortened(f"{type(error).__name__}: {error}")
 
 
 def in_words(error: BaseException) -> str:

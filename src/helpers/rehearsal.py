@@ -29,12 +29,28 @@ def first_prompt(row: dict[str, torch.Tensor]) -> list[int]:
 
 def proposals(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> tuple[float, list[list[int]]]:
     """Loss of a batch, and the draft's first choice per TTT step in the verifier's ids ([N] each, -1 where none)."""
-    was_training = model.training
-    with torch.no_grad(), training.autocast(batch["hidden_states"].device, parameters):
-        drafted, loss, _ = ttt.forward(model.eval(), **batch, **training.step_arguments(parameters))
-    model.train(was_training)
+    drafted, loss, _ = _seen(model, batch, parameters)
     offsets = model.d2t if model.d2t is not None else torch.zeros(model.draft_vocab_size, dtype=torch.long)
     return loss.item(), [torch.where(d[0] >= 0, d[0] + offsets[d[0].clamp_min(0)], -1).tolist() for d in drafted]
+
+
+def by_step(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> list[dict[str, Any]]:
+    """Per TTT step of a batch: its loss, the supervised targets, and how many the draft's first choice meets."""
+    _, _, metrics = _seen(model, batch, parameters)
+    found = []
+    for j in range(parameters.train_ttt_steps):
+        hits, targets = (int(metrics[f"full_acc_{j}_{part}"]) for part in ("sum", "total"))
+        found.append({"TTT step": j, "loss": metrics[f"loss_{j}_sum"].item(), "targets": targets, "right": hits})
+    return found
+
+
+def _seen(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> Any:
+    """(drafted ids, loss, metrics) of our step in evaluation mode, without gradient."""
+    was_training = model.training
+    with torch.no_grad(), training.autocast(batch["hidden_states"].device, parameters):
+        found = ttt.forward(model.eval(), **batch, **training.step_arguments(parameters))
+    model.train(was_training)
+    return found
 
 
 def walk(batch: dict[str, torch.Tensor], guesses: Sequence[Sequence[int]], tokenizer: Any, *, rows: int = 10) -> list[dict[str, Any]]:
