@@ -11,8 +11,19 @@ from transformers import AutoConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
-from helpers import attention, attention_checks, attention_costs, attention_trap, attention_trial
-from helpers import decoding, draft, params, probe, registry, ttt
+from helpers import (
+    attention,
+    attention_checks,
+    attention_costs,
+    attention_trap,
+    attention_trial,
+    decoding,
+    draft,
+    params,
+    probe,
+    registry,
+    ttt,
+)
 from helpers.errors import AttentionError
 
 CPU = torch.device("cpu")

@@ -133,12 +133,15 @@ def test_batched_answers_equal_generate_prompt_by_prompt(talkative, prompts):
     assert len({len(a) for a in ended}) > 2  # rows ended one after another
 
 
-def test_answers_longer_than_a_segment_equal_generate(talkative, prompts):
-    endless = replace(talkative, model=talkative.in_dtype(torch.float32).model)
-    endless.model.generation_config.eos_token_id = 2
-    asked = [prompt_ids(endless.tokenizer, p.turns()[0]) for p in prompts[:2]]
-    made = extraction.generate(endless, asked, max_tokens=36)  # a segment has 32
-    assert made == [plainly(endless, ids, 36) for ids in asked] and {len(a) for a in made} == {36}
+def test_rows_that_go_on_when_others_have_left_equal_generate(tiny, prompts):
+    model = tiny.in_dtype(torch.float32)
+    asked = [prompt_ids(model.tokenizer, p.turns()[0]) for p in prompts[:4]]
+    endless = [plainly(model, ids, 40) for ids in asked]  # two segments of at most 32 tokens
+    end = next(t for t in endless[0][:30] if any(t not in answer for answer in endless))
+    model.model.generation_config.eos_token_id = [2, end]
+    expected = [answer[: answer.index(end) + 1] if end in answer else answer for answer in endless]
+    assert extraction.generate(model, asked, max_tokens=40) == expected
+    assert len(expected[0]) <= 30 and max(map(len, expected)) == 40
 
 
 def test_penalties_of_the_checkpoint_do_not_bend_the_answers(talkative, prompts):
@@ -246,9 +249,9 @@ def test_answer_to_another_prompt_under_the_same_id_is_made_again(tiny, prompts,
     path = tmp_path / "a.jsonl"
     extraction.answer(tiny, prompts[:3], path, report=silent, **LIMIT)
     changed = [replace(prompts[0], messages=[{"role": "user", "content": "Something else."}]), *prompts[1:3]]
-    row = extraction.answer(tiny, changed, path, report=silent, **LIMIT)[0]
-    assert row.turns[0][0] == prompt_ids(tiny.tokenizer, changed[0].messages)
-    assert extraction.answer(tiny, changed, path, report=silent, **LIMIT)[0] == row
+    expected = extraction.answer(tiny, changed, tmp_path / "fresh.jsonl", report=silent, **LIMIT)
+    assert extraction.answer(tiny, changed, path, report=silent, **LIMIT) == expected
+    assert extraction.answer(tiny, changed, path, report=silent, **LIMIT) == expected
 
 
 def test_full_disk_while_answering_keeps_the_answers_before_and_no_half_line(tiny, prompts, tmp_path, monkeypatch):
@@ -395,6 +398,24 @@ def test_numbers_are_read_only_when_asked_for(tiny, found, folder):
     assert extraction.shard_fault(extraction.shard(folder, 4), found[4].input_ids, 4, 64) is None
     assert extraction.extract(tiny, found, folder, IDS, batch_tokens=200, report=silent) == 0
     assert extraction.extract(tiny, found, folder, IDS, batch_tokens=200, verify=True, report=silent) == 1
+
+
+def test_row_made_again_is_computed_among_the_same_rows_as_before(tiny, found, folder, monkeypatch):
+    states, batches = Verifier.states, []
+    monkeypatch.setattr(Verifier, "states", lambda self, ids, layers: batches.append(ids.tolist()) or states(self, ids, layers))
+    extraction.extract(tiny, found, folder, IDS, batch_tokens=200, again=True, report=silent)
+    first, tokens = batches.copy(), found[4].input_ids
+    extraction.shard(folder, 4).unlink()
+    assert extraction.extract(tiny, found, folder, IDS, batch_tokens=200, report=silent) == 1
+    again = batches[len(first) :]
+    assert again == [b for b in first if any(row[: len(tokens)] == tokens for row in b)] and len(again[0]) > 1
+
+
+def test_files_that_a_killed_process_left_half_written_are_removed(tiny, found, folder):
+    (folder / "hidden_states" / ".123.hs_0.safetensors").write_bytes(b"half")
+    before = contents(folder)
+    extraction.extract(tiny, found, folder, IDS, batch_tokens=200, report=silent)
+    assert before.keys() - contents(folder).keys() == {"hidden_states/.123.hs_0.safetensors"}
 
 
 def test_any_flipped_bit_of_a_header_is_found_or_changes_nothing(tmp_path):

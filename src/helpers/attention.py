@@ -189,7 +189,7 @@ def choose(verdicts: Sequence[dict[str, Any]], wanted: str) -> dict[str, Any]:
         return {"attention": wanted, "reason": "asked for, and it passed every check", **usable[wanted]}
     ranked = sorted(usable, key=lambda n: (-usable[n]["tokens"], usable[n]["seconds"]))
     first, mine = ranked[0], usable[ranked[0]]
-    reason = f"the fastest that passed every check: {mine['seconds']:.2f} s a step of {mine['tokens']:,} tokens"
+    reason = f"the fastest that passed every check: {mine['seconds']:.3g} s a step of {mine['tokens']:,} tokens"
     same = [n for n in ranked[1:] if usable[n]["tokens"] == mine["tokens"]]
     if same:
         reason += f", {usable[same[0]]['seconds'] / mine['seconds']:.1f} times as fast as {same[0]}, the next"
@@ -238,8 +238,11 @@ def cost_rows(verdicts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def forms(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[float], str]]:
     """How a table writes the columns of `check_rows`: 0 where there is nothing at all, else the power of ten."""
-    numbers = [name for name in (rows[0] if rows else {}) if name not in ("implementation", "worst gradient")]
-    return dict.fromkeys(numbers, lambda x: "0" if x == 0 else f"{x:.0e}")
+    return dict.fromkeys([name for name in (rows[0] if rows else {}) if name not in ("implementation", "worst gradient")], _power)
+
+
+def _power(x: float) -> str:
+    return "0" if x == 0 else f"{x:.0e}"
 
 
 def gates(verdicts: Sequence[dict[str, Any]], choice: dict[str, Any]) -> list[tuple[str, bool, str, str]]:
@@ -248,7 +251,7 @@ def gates(verdicts: Sequence[dict[str, Any]], choice: dict[str, Any]) -> list[tu
     moved = max(x for name, x in chosen["movements"].items() if name != "what must move")
     errors, do = chosen["float32"], "set another attention; section 5 shows what it does"
     return [
-        (f"{choice['attention']}: nothing moves that must not", moved <= MOVED, f"{moved:.0e}", do),
-        ("its outputs are the float64 reference's", errors["output"] <= TOLERANCE, f"{errors['output']:.0e}", do),
-        (f"its gradients too, of {errors['parameters']} parameters", errors["gradient"] <= TOLERANCE, f"{errors['gradient']:.0e}", do),
+        (f"{choice['attention']}: nothing moves that must not", moved <= MOVED, _power(moved), do),
+        ("its outputs are the float64 reference's", errors["output"] <= TOLERANCE, _power(errors["output"]), do),
+        (f"its gradients too, of {errors['parameters']} parameters", errors["gradient"] <= TOLERANCE, _power(errors["gradient"]), do),
     ]

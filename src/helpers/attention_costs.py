@@ -14,7 +14,8 @@ import torch
 
 from helpers.probe import Job, Probe, Save, in_words, packed
 
-RUNS = 3
+RUNS = 3  # of each length, while they fit into SECONDS; then one
+SECONDS = 30.0
 
 
 class Memory:
@@ -63,7 +64,8 @@ def cost(entry: dict[str, Any], job: Job, save: Save = lambda _: None) -> dict[s
 
     Returns:
         `timings`, one {tokens, seconds, bytes, runs, note} per length. Costs may grow with the square of the length: a length
-        that would then outlast the job's seconds, or the memory there is, is left out (`seconds` None) and the note says so.
+        at which a step would then outlast the job's seconds, or the memory there is, is left out (`seconds` None), and the note
+        says so.
     """
     probe = Probe(entry, job)
     memory, found, begun = Memory(probe.device), {"timings": []}, time.perf_counter()
@@ -71,16 +73,16 @@ def cost(entry: dict[str, Any], job: Job, save: Save = lambda _: None) -> dict[s
     for tokens in sorted(job["lengths"]):
         line: dict[str, Any] = {"tokens": tokens, "seconds": None, "bytes": None, "runs": 0, "note": ""}
         found["timings"].append(line)
-        left = job["seconds"] - (time.perf_counter() - begun)
         growth = (tokens / last["tokens"]) ** 2 if last else 0.0
-        if last and last["seconds"] * growth > left:
-            line["note"] = f"left out: up to {last['seconds'] * growth:.0f} s a step, {max(0.0, left):.0f} s left"
+        expected = last["seconds"] * growth if last else 0.0
+        if expected > job["seconds"]:
+            line["note"] = f"left out: up to {expected:.0f} s a step, {job['seconds']:.0f} s allowed"
             continue
         if last and last["bytes"] * growth > _available(probe.device):
             line["note"] = f"left out: up to {last['bytes'] * growth / 2**30:.1f} GiB, more than is free"
             continue
         save(found | {"stage": f"a step of {tokens:,} tokens"})
-        runs = RUNS if not last or last["seconds"] * growth * RUNS < left else 1
+        runs = RUNS if RUNS * expected < SECONDS - (time.perf_counter() - begun) else 1
         try:
             row = packed([tokens], 0, job["proposal"], probe.device, job["seed"])
             if last is None:

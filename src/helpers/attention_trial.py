@@ -45,7 +45,7 @@ def apart(work: Callable[[Save], dict[str, Any]], path: Path, seconds: float) ->
     """Run `work` in a fork and return its result; when it dies or takes too long, what it had saved, with `ended` saying so."""
     path.unlink(missing_ok=True)
     save: Save = lambda found: files.write_json(path, found)  # noqa: E731
-    deadline = time.monotonic() + seconds
+    deadline, parent = time.monotonic() + seconds, os.getppid()
     with _forked(lambda: save(work(save))) as pid:
         while True:
             done, status = os.waitpid(pid, os.WNOHANG)
@@ -54,6 +54,8 @@ def apart(work: Callable[[Save], dict[str, Any]], path: Path, seconds: float) ->
             if time.monotonic() > deadline:
                 status = None
                 break
+            if os.getppid() != parent:  # the notebook's kernel was killed: nobody reads what this would find
+                raise SystemExit(1)
             time.sleep(0.02)
     found = json.loads(path.read_text()) if path.is_file() else {}
     if status == 0:
