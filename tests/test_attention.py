@@ -281,6 +281,11 @@ def test_a_process_that_crashes_says_where(tmp_path):
     assert found["ended"] == "crashed in disturbing one position (SIGKILL)" and found["faults"] == ["no backward on CPU"]
 
 
+def test_a_fault_of_the_trial_itself_is_told(tmp_path):
+    found = attention_trial.apart(lambda save: {"x": 1 / 0}, tmp_path / "x.json", 30)
+    assert found == {"ended": "failed: ZeroDivisionError: division by zero"} and not attention.judge(found)["usable"]
+
+
 def test_a_trial_in_its_own_process_judges_ours_and_a_registration_of_the_users(job, tmp_path, monkeypatch):
     (tmp_path / "my_attention.py").write_text(
         "from transformers.integrations.sdpa_attention import sdpa_attention_forward\n\n"

@@ -115,3 +115,21 @@ def test_draft_entries_match_the_training_step(tiny, make_draft, make_batch):
                 assert drafter.propose(hidden).argmax(-1).item() == trained[step][0, i].item()
                 if step < 2:
                     hidden = drafter.advance(cache, ids[:, i + 2 + step : i + 3 + step], hidden[:, None])[:, -1]
+
+
+def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, prompts, make_draft):
+    model = make_draft(draft_vocab_size=512).eval()
+    with torch.no_grad():
+        model.fc.weight.mul_(0.05)  # a draft that leans on the last token is right now and then
+    drafter = speculative.Drafter(model)
+    live = speculative.decode(tiny, prompts, max_tokens=30, drafter=drafter, k=3, batch_rows=4)
+    seen = 0
+    for prompt, tokens, steps in zip(prompts, live.tokens, live.steps, strict=True):
+        ids = [*prompt, *tokens]
+        states = tiny.states(torch.tensor([ids]), [2, 4, 5])[0, :, :3].flatten(1)
+        replayed = speculative.replay(drafter, ids, states, len(prompt), 3)
+        assert [s["emitted"] for s in replayed] == [s["emitted"] for s in steps]
+        for a, b in zip(replayed, steps, strict=True):
+            assert a["drafted"] == b["drafted"][: len(a["drafted"])]
+            seen += a["accepted"]
+    assert seen > 0  # otherwise nothing but first guesses was compared

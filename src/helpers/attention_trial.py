@@ -20,7 +20,7 @@ from helpers import files
 from helpers.attention_checks import check
 from helpers.attention_costs import cost
 from helpers.environment import seed_everything
-from helpers.probe import Job, Save
+from helpers.probe import Job, Save, said
 
 
 @contextlib.contextmanager
@@ -36,17 +36,25 @@ def _forked(work: Callable[[], None]) -> Iterator[int]:
     try:
         yield pid
     finally:
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        with contextlib.suppress(ChildProcessError):  # it has ended and was waited for
+            if os.waitpid(pid, os.WNOHANG) == (0, 0):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def apart(work: Callable[[Save], dict[str, Any]], path: Path, seconds: float) -> dict[str, Any]:
     """Run `work` in a fork and return its result; when it dies or takes too long, what it had saved, with `ended` saying so."""
     path.unlink(missing_ok=True)
     save: Save = lambda found: files.write_json(path, found)  # noqa: E731
+
+    def guarded() -> None:
+        try:
+            save(work(save))
+        except Exception as error:  # of ours: what implementations raise, `check` and `cost` have caught
+            save({"ended": f"failed: {said(error)}"})
+
     deadline, parent = time.monotonic() + seconds, os.getppid()
-    with _forked(lambda: save(work(save))) as pid:
+    with _forked(guarded) as pid:
         while True:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:

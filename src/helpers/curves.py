@@ -66,7 +66,7 @@ def summary(trainer: Any, best: Any, plan: dict[str, Any], gate: dict[str, Any])
         "median_tokens_per_second": speeds[len(speeds) // 2],
         "tokens_per_epoch": plan["tokens per epoch"],
         "trained_parameters": plan["trained parameters"],
-        "gate_accept_length": gate["accept length"],
+        "gate_accept_length": gate["accept length, replayed"],
     }
 
 

@@ -37,7 +37,7 @@ class Parameters(BaseModel):
 
     run: str = _p("smollm2", "12345", "name of the run: its folder under runs_folder", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", fingerprint=False)
     runs_folder: str = _p("data/runs", "12345", "where runs are kept; relative paths start at the repository", min_length=1, fingerprint=False)
-    verifier: str = _p("smollm2-135m-instruct", "1345", "the verifier: smollm2-135m-instruct or tiny (both come with the workbook), a folder, or a hub id", min_length=1)
+    verifier: str = _p("smollm2-135m-instruct", "12345", "the verifier: smollm2-135m-instruct or tiny (both come with the workbook), a folder, or a hub id", min_length=1)
     verifier_dtype: Literal["bfloat16", "float16", "float32"] = _p("bfloat16", "135", "dtype the verifier runs in and its states are stored in")
     device: str = _p("auto", "1345", "auto, cpu, cuda or cuda:N", pattern=r"^(auto|cpu|cuda(:\d+)?)$", fingerprint=False)
     seed: Count = _p(0, "12345", "seed of every random draw", ge=0)

@@ -16,15 +16,23 @@ from helpers.params import Parameters
 from helpers.verifier import Verifier
 
 
-def one_row(data: Any, i: int, parameters: Parameters, hidden_size: int) -> dict[str, torch.Tensor]:
-    """A batch that holds row i alone, packed and shifted as the trainer packs it: [1, N] each, padded."""
-    batch = training.loader(data, parameters, hidden_size, train=False).collate_fn([data[i]])
+def packed(row: dict[str, torch.Tensor], hidden_size: int, size: int = 0) -> dict[str, torch.Tensor]:
+    """A batch that holds one dataset row alone, shifted as the trainer shifts it: [1, N] each, padded to `size` if larger."""
+    from speculators.train.data import CollateFn
+
+    size = max(size, len(row["input_ids"]) - 1)
+    batch = CollateFn(size, hidden_size, dtype=row["hidden_states"].dtype, preprocess=training.Noise(0.0))([dict(row)])
     return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
 
 
-def first_prompt(row: dict[str, torch.Tensor]) -> list[int]:
-    """Token ids of a dataset row before its first supervised token: what its first answer was given to."""
-    return row["input_ids"][: int(row["loss_mask"].long().argmax())].tolist()
+def one_row(data: Any, i: int, parameters: Parameters, hidden_size: int) -> dict[str, torch.Tensor]:
+    """Row i of a dataset as a batch of `train_batch_tokens`."""
+    return packed(data[i], hidden_size, parameters.train_batch_tokens)
+
+
+def longest_row(data: Any, *, among: int = 24) -> int:
+    """Index of the row with most supervised tokens among the first ones: a short answer would make an easy gate."""
+    return max(range(min(among, len(data))), key=lambda i: int(data[i]["loss_mask"].sum()))
 
 
 def proposals(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> tuple[float, list[list[int]]]:
@@ -130,15 +138,7 @@ def expect(trainer: Any, parameters: Parameters) -> dict[str, Any]:
 
 
 def gate(
-    config: Any,
-    words: Any,
-    verifier: Verifier,
-    batch: dict[str, torch.Tensor],
-    prompt: list[int],
-    folder: Path,
-    parameters: Parameters,
-    *,
-    steps: int = 400,
+    config: Any, words: Any, verifier: Verifier, row: dict[str, torch.Tensor], folder: Path, parameters: Parameters, *, steps: int = 400
 ) -> dict[str, Any]:
     """Overfit one row, save it, reload it, decode its prompt: the accept length has to come close to K + 1.
 
@@ -146,16 +146,16 @@ def gate(
     cannot pass it, however well its loss falls.
 
     Args:
-        batch: the row, from `one_row`; prompt: the token ids its answer was given to; folder: scratch.
+        row: one row of the training dataset; folder: scratch.
         steps: most steps; it stops earlier once every chain of the row has been right ten times running.
 
     Returns:
-        loss before and after, steps, accept length over the steps not cut by the end, the K + 1 it is held against.
+        loss before and after, steps, accept length replayed over the stored states and decoded live, and the K + 1 they are
+        held against.
     """
     model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.95))
-    valid = int((batch["document_ids"] >= 0).sum())
-    batch = {k: v[:, :valid] for k, v in batch.items()}
+    batch = packed(row, model.hidden_size)
     arguments = training.step_arguments(parameters) | {"ttt_steps": max(parameters.train_ttt_steps, parameters.speculative_tokens)}
     heads = [f"cond_acc_{j}" for j in range(arguments["ttt_steps"])]
     losses, right = [], 0
@@ -173,26 +173,55 @@ def gate(
         right = right + 1 if all(metrics[f"{h}_sum"] == metrics[f"{h}_total"] for h in heads) else 0
     draft.save(copy.deepcopy(model).to(verifier.dtype), folder, attention="sdpa")
     drafter = speculative.Drafter(draft.load(folder, verifier.folder, dtype=verifier.dtype))
-    answer = batch["input_ids"][0][batch["loss_mask"][0].bool()].tolist()
-    found = speculative.decode(verifier, [prompt], max_tokens=min(len(answer), 64), drafter=drafter, k=parameters.speculative_tokens)
-    # stored in a batch and decoded alone, a text may part at a tie of the verifier; what follows was never learnt
-    same = len(os.path.commonprefix([found.tokens[0], answer]))
-    at, lengths = 1, []
-    for step in found.steps[0]:
+    k, first = parameters.speculative_tokens, int(row["loss_mask"].long().argmax())
+    ids = row["input_ids"].tolist()
+    # over the stored states first: decoded alone, a text may part from the stored one at a tie of the verifier
+    replayed = speculative.replay(drafter, ids, row["hidden_states"], first, k)
+    live = speculative.decode(verifier, [ids[:first]], max_tokens=min(len(ids) - first, 64), drafter=drafter, k=k)
+    same = len(os.path.commonprefix([live.tokens[0], ids[first:]]))
+    ends, at = [], 1
+    for step in live.steps[0]:
         at += len(step["emitted"])
-        if at <= same and len(step["emitted"]) == step["accepted"] + 1:
-            lengths.append(len(step["emitted"]))
+        ends.append(at)
+    followed = [s for s, end in zip(live.steps[0], ends, strict=True) if end <= same]
     return {
         "loss before": losses[0],
         "loss after": losses[-1],
         "steps": len(losses),
-        "tokens compared": same,
-        "accept length": sum(lengths) / max(1, len(lengths)),
-        "K + 1": parameters.speculative_tokens + 1,
+        "accept length, replayed": _length(replayed),
+        "accept length, live": _length(followed) if any(map(_whole, followed)) else None,
+        "live tokens before a tie": same,
+        "K + 1": k + 1,
     }
+
+
+def _whole(step: dict[str, Any]) -> bool:
+    """Whether a step drafted and judged all it could: neither cut by the end of the text nor by the token limit."""
+    return len(step["emitted"]) == step["accepted"] + 1
+
+
+def _length(steps: Sequence[dict[str, Any]]) -> float:
+    """Accept length over whole steps."""
+    whole = [s for s in steps[:-1] if _whole(s)]
+    return sum(len(s["emitted"]) for s in whole) / max(1, len(whole))
 
 
 SUSPECTS = (
     "in this order: layer ids (the audit of notebook 01), the mask and its shift, the final norm, rotary base and positions, "
     "the vocabulary map, the attention choice after reload, the norm flags"
 )
+
+
+def gate_checks(gate: dict[str, Any]) -> list[tuple[str, bool | None, Any, str]]:
+    """The gate as checks; live decoding does not apply where its text left the stored one before a whole step."""
+    least, live = 0.9 * gate["K + 1"], gate["accept length, live"]
+    replayed = gate["accept length, replayed"]
+    return [
+        ("an overfitted row is accepted, replayed over its stored states", replayed >= least, f"{replayed:.2f} of {gate['K + 1']}", SUSPECTS),
+        (
+            "and decoded live with the verifier",
+            None if live is None else live >= least,
+            "its text parts at a tie" if live is None else f"{live:.2f} of {gate['K + 1']}",
+            SUSPECTS,
+        ),
+    ]

@@ -230,6 +230,35 @@ def _draft(drafter: Drafter, cache: RowCache, hidden_BH: torch.Tensor, k: int) -
     return torch.stack(found, dim=1)
 
 
+@torch.inference_mode()
+def replay(drafter: Drafter, ids: Sequence[int], states_TC: torch.Tensor, first: int, k: int) -> list[dict[str, Any]]:
+    """The chain a live greedy decoder would run over the verifier's own text, from stored states, without a verifier.
+
+    Args:
+        ids: a row's token ids [T]; states_TC: its joined aux states [T, A*H], as stored.
+        first: index of the answer's first token, which prefill gives.
+
+    Returns:
+        steps as `decode` records them. Slots past the end of the text cannot be judged and are not drafted.
+    """
+    device = drafter.model.fc.weight.device
+    text = torch.tensor(list(ids), device=device)[None]
+    features = drafter.features(states_TC.to(device)[None])
+    cache, steps, at = RowCache(len(ids) + k + 1), [], first
+    hidden = drafter.advance(cache, text[:, 1 : at + 1], features[:, :at])[:, -1]
+    while at + 1 < len(ids):
+        room = min(k, len(ids) - 1 - at)
+        guesses = _draft(drafter, cache, hidden, room)[0].tolist()
+        m = next((i for i, guess in enumerate(guesses) if guess != ids[at + 1 + i]), room)
+        emitted = list(ids[at + 1 : at + m + 2])
+        steps.append({"drafted": guesses, "accepted": m, "emitted": emitted})
+        cache.set_lengths(torch.tensor([at], device=device))
+        grown = at + len(emitted)
+        hidden = drafter.advance(cache, text[:, at + 1 : grown + 1], features[:, at:grown])[:, -1]
+        at = grown
+    return steps
+
+
 def _record(alive, done, guesses, answers, agreed, ends, max_tokens) -> list[bool]:
     """Append what this step emitted to every live row; returns which rows are finished."""
     finished = []

@@ -476,7 +476,7 @@ def forward(
             )
         step_loss = ttt_step_loss_decay**j * summed / (rows.numel() + 1e-5)
         loss = loss + step_loss
-        asked = correct.sum().float()
+        asked = correct[rows].sum().float()  # starts without a target at this step are not asked
         right = torch.zeros_like(correct)
         right[rows] = guess == best[slots]
         correct = correct & right
