@@ -217,7 +217,12 @@ def gate_checks(gate: dict[str, Any]) -> list[tuple[str, bool | None, Any, str]]
     least, live = 0.9 * gate["K + 1"], gate["accept length, live"]
     replayed = gate["accept length, replayed"]
     return [
-        ("an overfitted row is accepted, replayed over its stored states", replayed >= least, f"{replayed:.2f} of {gate['K + 1']}", SUSPECTS),
+        (
+            "an overfitted row is accepted, replayed over its stored states",
+            replayed >= least,
+            f"{replayed:.2f} of {gate['K + 1']}",
+            SUSPECTS,
+        ),
         (
             "and decoded live with the verifier",
             None if live is None else live >= least,
