@@ -79,7 +79,7 @@ def test_other_parameters_make_a_stage_stale_and_both_values_are_named(run):
     with pytest.raises(StaleInput) as caught:
         manifest.require(ONE, run(seed=5, answer_max_tokens=99))
     assert "seed: 0 then, 5 now" in str(caught.value)
-    assert "answer_max_tokens: 160 then, 99 now" in str(caught.value)
+    assert f"answer_max_tokens: {run().answer_max_tokens} then, 99 now" in str(caught.value)
 
 
 def test_earlier_stage_s_parameter_makes_a_later_stage_stale(run):
