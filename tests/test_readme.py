@@ -10,6 +10,8 @@ from helpers.params import ROOT, STAGES
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SUMMARY = json.loads((ROOT / "rendered" / "smollm2" / "summary.json").read_text(encoding="utf-8"))
 
+RESULTS = SUMMARY["results"][STAGES[4]]
+
 
 def minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f}"
@@ -19,9 +21,9 @@ def minutes(seconds: float) -> str:
     "expected",
     [
         f"accept length **{SUMMARY['accept_length']:.2f}**",
-        "95 % interval {:.2f} to {:.2f}, {} prompts".format(*SUMMARY["accept_length_interval"], SUMMARY["prompts"]),
+        "95 % interval {:.2f} to {:.2f}, {} prompts".format(*SUMMARY["accept_length_interval"], RESULTS["prompts"]),
         f"**{SUMMARY['speedup']:.2f} times** as fast",
-        f"(K = {SUMMARY['speedup_k']})",
+        f"(K = {RESULTS['speedup_k']})",
         f"{minutes(SUMMARY['seconds_total'])} minutes",
     ],
 )

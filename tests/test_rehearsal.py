@@ -110,7 +110,7 @@ def test_the_gate_takes_the_longest_answer_that_the_vocabulary_holds_whole():
 
 
 def test_the_ceiling_counts_what_the_vocabulary_cuts():
-    # k = 2 after token 0: (1, 2, bonus 3), (4; 5 is outside, so 5 itself), (6, 7, bonus 8); the last step is not whole
+    # k = 2 after token 0: (1, 2, bonus 3), (4; 5 is outside, so 5 itself), (6, 7, bonus 8), (9, 10, bonus 11)
     inside = [i != 5 for i in range(12)]
-    assert rehearsal.ceiling(list(range(12)), 0, 2, inside) == pytest.approx((3 + 2 + 3) / 3)
+    assert rehearsal.ceiling(list(range(12)), 0, 2, inside) == pytest.approx((3 + 2 + 3 + 3) / 4)
     assert rehearsal.ceiling(list(range(12)), 0, 2, None) == 3.0

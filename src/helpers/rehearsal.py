@@ -31,7 +31,7 @@ def one_row(data: Any, i: int, parameters: Parameters, hidden_size: int) -> dict
 
 
 def gate_row(data: Any, inside: Sequence[bool] | None, *, among: int = 64) -> int:
-    """Index of the row to overfit: the longest answer, among the first rows, that the draft vocabulary holds whole.
+    """Index of the row to overfit: the longest single answer, among the first rows, that the draft vocabulary holds whole.
 
     A short answer would make an easy gate, and a token the draft cannot propose ends a chain however well it has learnt.
     Where no row is whole, the longest answer is taken; the gate is held against its ceiling then.
@@ -41,9 +41,11 @@ def gate_row(data: Any, inside: Sequence[bool] | None, *, among: int = 64) -> in
     """
     known = None if inside is None else torch.as_tensor(inside)
 
-    def worth(i: int) -> tuple[bool, int]:
-        answer = data[i]["input_ids"][data[i]["loss_mask"].bool()]
-        return known is None or bool(known[answer].all()), len(answer)
+    def worth(i: int) -> tuple[bool, bool, int]:
+        mask = data[i]["loss_mask"].bool()
+        answer = data[i]["input_ids"][mask]
+        single = bool(mask[int(mask.long().argmax()) :].all())  # a question between two answers is never trained
+        return single, known is None or bool(known[answer].all()), len(answer)
 
     return max(range(min(among, len(data))), key=worth)
 
@@ -54,7 +56,7 @@ def ceiling(ids: Sequence[int], first: int, k: int, inside: Sequence[bool] | Non
     while at + 1 < len(ids):
         room = min(k, len(ids) - 1 - at)
         m = next((i for i in range(room) if inside is not None and not inside[ids[at + 1 + i]]), room)
-        if at + m + 1 < len(ids) - 1:
+        if at + m + 1 < len(ids):
             lengths.append(m + 1)
         at += m + 1
     return sum(lengths) / max(1, len(lengths))
@@ -142,11 +144,14 @@ def expect(trainer: Any, parameters: Parameters) -> dict[str, Any]:
     batch = next(iter(trainer.train_loader))
     tensors = {k: v.to(trainer.local_rank) for k, v in batch.items() if isinstance(v, torch.Tensor)}
     seconds = []
+    wait = torch.cuda.synchronize if trainer.device_type == "cuda" else lambda: None
     for _ in range(2):
+        wait()
         began = time.perf_counter()
         with training.autocast(torch.device(trainer.device_type), parameters):
             _, loss, _ = trainer.model(**tensors, **trainer.config.train_call_kwargs)
         loss.backward()
+        wait()
         seconds.append(time.perf_counter() - began)
     trainer.model.zero_grad()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
@@ -178,9 +183,9 @@ def gate(
         loss before and after, steps, accept length replayed over the stored states and decoded live, and the K + 1 they are
         held against.
     """
-    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).train()
+    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).to(verifier.device).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.95))
-    batch = packed(row, model.hidden_size)
+    batch = {name: x.to(verifier.device) for name, x in packed(row, model.hidden_size).items()}
     arguments = training.step_arguments(parameters) | {"ttt_steps": max(parameters.train_ttt_steps, parameters.speculative_tokens)}
     heads = [f"cond_acc_{j}" for j in range(arguments["ttt_steps"])]
     losses, right = [], 0
@@ -197,7 +202,7 @@ def gate(
         # nearly every chain of the row right, five times running: learnt by heart, but for the verifier's own ties
         right = right + 1 if all(metrics[f"{h}_sum"] >= 0.98 * metrics[f"{h}_total"] for h in heads) else 0
     draft.save(copy.deepcopy(model).to(verifier.dtype), folder, attention="sdpa")
-    drafter = speculative.Drafter(draft.load(folder, verifier.folder, dtype=verifier.dtype))
+    drafter = speculative.Drafter(draft.load(folder, verifier.folder, dtype=verifier.dtype).to(verifier.device))
     k, first = parameters.speculative_tokens, int(row["loss_mask"].long().argmax())
     ids = row["input_ids"].tolist()
     # over the stored states first: decoded alone, a text may part from the stored one at a tie of the verifier
@@ -228,7 +233,7 @@ def _whole(step: dict[str, Any]) -> bool:
 
 def _length(steps: Sequence[dict[str, Any]]) -> float:
     """Accept length over whole steps."""
-    whole = [s for s in steps[:-1] if _whole(s)]
+    whole = [s for s in steps if _whole(s)]
     return sum(len(s["emitted"]) for s in whole) / max(1, len(whole))
 
 

@@ -2,7 +2,7 @@
 
 What is changed and why:
 - the library refuses or breaks on a CPU (device, timer, autocast): `shim` sets these in one place, guarded by version;
-- it keeps checkpoints and optimiser state in bfloat16 and no random state: ours are exact and written whole or not at all;
+- it keeps checkpoints and optimiser state in bfloat16: ours are exact, and written whole or not at all;
 - it picks the best epoch by loss: ours by accept length predicted on held-out rows, since acceptance can fall while the
   loss still falls;
 - a NaN in a stored row or in a gradient ends its runs "OK" with every parameter NaN: here it stops and is named.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -54,6 +53,9 @@ def shim(device: torch.device) -> None:
         distributed._local_rank = "cpu"
         checkpointer.get_current_device = lambda: "cpu"
         trainer._StepTimer = _CpuTimer
+    else:
+        torch.cuda.set_device(device.index or 0)
+        distributed._local_rank = device.index or 0
 
 
 class _CpuTimer:
@@ -89,7 +91,7 @@ class Noise:
     """Gaussian noise on the hidden states of a training row, off at 0.
 
     Up to 0.8 speculators had `AddUniformNoise` and `AddGaussianNoise` transforms; 0.9.0 dropped them without a
-    successor. EAGLE-1 drew from U(-0.1, 0.1). The draw uses torch's global generator, which checkpoints restore.
+    successor. EAGLE-1 drew from U(-0.1, 0.1). The draw uses torch's global generator, which every epoch seeds.
     """
 
     def __init__(self, std: float):
@@ -159,7 +161,7 @@ def loader(data: Any, parameters: Parameters, hidden_size: int, *, train: bool) 
 
 
 def _exact_checkpointer(path: str) -> Any:
-    """A checkpointer with float32 weights, exact optimiser and random state, each checkpoint whole or absent."""
+    """A checkpointer with float32 weights and exact optimiser state, each checkpoint whole or absent."""
     from speculators.train.checkpointer import SingleGPUCheckpointer
 
     class Exact(SingleGPUCheckpointer):
@@ -171,45 +173,30 @@ def _exact_checkpointer(path: str) -> Any:
 
         def write(self, epoch: int, model: Any, optimizers: list, schedulers: list, state: dict[str, Any]) -> None:
             """Save everything into a scratch folder, then move it into place and drop the older checkpoint."""
-            scratch = self.path / f".{epoch}.new"
-            shutil.rmtree(scratch, ignore_errors=True)
-            scratch.mkdir(parents=True)
-            try:
+            with files.atomic(self.path / str(epoch)) as scratch:
+                scratch.mkdir(parents=True)
                 model.save_pretrained(scratch)
                 torch.save([o.state_dict() for o in optimizers], scratch / "optimizer_state_dict.pt")
                 torch.save([s.state_dict() for s in schedulers], scratch / "scheduler_state_dict.pt")
-                torch.save({"torch": torch.get_rng_state()}, scratch / "random_state.pt")
                 files.write_json(scratch / "training_state.json", state)
                 (scratch / "complete").touch()
-            except OSError as error:
-                shutil.rmtree(scratch, ignore_errors=True)
-                if files.disk_full(error):
-                    raise files.DiskFull(
-                        "no space left for a checkpoint",
-                        where=files.shown(self.path),
-                        do="free space and run notebook 04 again: it goes on from the last checkpoint",
-                    ) from error
-                raise
-            target = self.path / str(epoch)
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(scratch, target)
             for old in self.path.iterdir():
                 if old.name.isdigit() and int(old.name) < epoch:
                     shutil.rmtree(old)
 
+        def _read(self, path: Path) -> Any:
+            return torch.load(path, weights_only=True, map_location="cpu")  # the run may have begun on another device
+
         def load_optimizer_state_dict(self, model, optimizer, float_dtype=None):
-            for opt, saved in zip(optimizer, torch.load(self.optimizer_path(self.previous_epoch), weights_only=True), strict=True):
+            for opt, saved in zip(optimizer, self._read(self.optimizer_path(self.previous_epoch)), strict=True):
                 opt.load_state_dict(saved)
 
         def load_scheduler_state_dict(self, scheduler):
-            for one, saved in zip(scheduler, torch.load(self.scheduler_path(self.previous_epoch), weights_only=True), strict=True):
+            for one, saved in zip(scheduler, self._read(self.scheduler_path(self.previous_epoch)), strict=True):
                 one.load_state_dict(saved)
                 # building the scheduler has already moved the rates; the saved ones are the ones to go on with
                 for group, rate in zip(one.optimizer.param_groups, one.get_last_lr(), strict=True):
                     group["lr"] = rate
-
-        def restore_random_state(self) -> None:
-            torch.set_rng_state(torch.load(self.path / str(self.previous_epoch) / "random_state.pt", weights_only=True)["torch"])
 
     return Exact(path)
 
@@ -238,6 +225,9 @@ def make_trainer(
     """
     shim(device)
     from speculators.train import trainer as library
+
+    if parameters.recompute:
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     steps = step_arguments(parameters)
     config = library.TrainerConfig(
@@ -271,15 +261,10 @@ def make_trainer(
             self.device_type = device.type
             super().setup_model()
 
-        def setup_optimizer(self):
-            super().setup_optimizer()
-            if self.checkpointer.previous_epoch != -1:
-                self.checkpointer.restore_random_state()
-
         def _optimizers_step(self):
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-            self.gradient_norm = torch.nn.utils.get_total_norm(grads).item() if grads else 0.0
-            if not self.gradient_norm < float("inf"):
+            # the library has clipped by now; a gradient that was not finite still is not
+            if grads and not torch.isfinite(torch.nn.utils.get_total_norm(grads)):
                 raise DataError(
                     f"the gradient of step {self.global_step} is not finite, so the weights were left as they were",
                     where="notebook 04, training",
@@ -288,14 +273,13 @@ def make_trainer(
             super()._optimizers_step()
 
         def train_epoch(self, epoch, *, step_callback=None):
+            torch.manual_seed(parameters.seed + epoch)  # noise then depends on the epoch alone, resumed or not
             super().train_epoch(epoch, step_callback=step_callback)
-            if on_curve is not None:
-                on_curve(self.curve)
 
         def record(self, entry: dict[str, Any]) -> None:
             """Keep one logged training step (called by the log handler below)."""
             train, profile, rate = entry["train"], entry["profile"] or {}, entry["lr"]
-            row = {"step": entry["global_step"], "epoch": entry["epoch"], "gradient_norm": self.gradient_norm}
+            row = {"step": entry["global_step"], "epoch": entry["epoch"]}
             row |= {k: v for k, v in train.items() if k.startswith(("loss", "full_acc", "cond_acc"))}
             row |= {
                 "learning_rate": max(rate.values()) if isinstance(rate, dict) else rate,
@@ -317,10 +301,17 @@ def make_trainer(
                 f"  held-out {found['loss_epoch']:.3f}  predicted accept length {found['predicted_accept_length']:.3f}"
                 f" ({' '.join(f'{a:.3f}' for a in accuracies)})  lr {last['learning_rate']:.1e}  {speed:.0f} tok/s"
             )
+            if on_curve is not None:
+                on_curve(self.curve)
             return found
 
         def maybe_save_checkpoint(self, epoch, local_step=0):
-            """Nothing yet: the library calls this before validation, whose verdict belongs into the checkpoint."""
+            """Nothing before validation, whose verdict belongs into the checkpoint; an interrupt, which the library would swallow, goes on.
+
+            Otherwise a notebook whose cell was stopped would go on to its next cell with a half-trained draft.
+            """
+            if epoch == "interrupted":
+                raise KeyboardInterrupt
 
         def maybe_update_best(self, epoch, val_metrics):
             reached = val_metrics["predicted_accept_length"]
@@ -334,7 +325,7 @@ def make_trainer(
             self.checkpointer.write(epoch, self.model, self.optimizers, self.schedulers, state)
 
     if attention == "ttt":
-        ttt.bind(model, _full_head(model))
+        ttt.bind(model, _full_head(model, device, config.hidden_states_dtype))
     made = DraftTrainer(model, config, train_loader, val_loader)
     handler = _Collector(made)
     library.metric_logger.handlers = [handler]
@@ -355,28 +346,25 @@ class _Collector(logging.Handler):
             self.trainer.record(record.msg)
 
 
-def _full_head(model: Any) -> torch.Tensor:
-    """The verifier's whole output matrix in bfloat16, for accuracies against its full vocabulary."""
+def _full_head(model: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The verifier's whole output matrix in the run's dtype, for accuracies against its full vocabulary."""
     from speculators.utils.loading import load_model_layers
 
     found = load_model_layers(["lm_head.weight", "embed_tokens.weight"], model.config.speculators_config.verifier.name_or_path)
-    return found.get("lm_head.weight", found["embed_tokens.weight"]).to(next(model.parameters()).device)
+    return found.get("lm_head.weight", found["embed_tokens.weight"]).to(device, dtype)
 
 
 def _save_best(model: Any, folder: Path, attention: str, facts: dict[str, Any]) -> None:
     """Replace the best draft: bfloat16 as it is served, written beside and swapped in."""
-    scratch = folder.with_name(f".{folder.name}.new")
-    shutil.rmtree(scratch, ignore_errors=True)
     head, step = getattr(model, "full_head", None), model.__dict__.pop("forward", None)
     model.full_head = None
     try:
-        draft.save(copy.deepcopy(model).to(torch.bfloat16), scratch, attention=attention, facts=facts)
+        with files.atomic(folder) as scratch:
+            draft.save(copy.deepcopy(model).to(torch.bfloat16), scratch, attention=attention, facts=facts)
     finally:
         model.full_head = head
         if step is not None:
             model.forward = step
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(scratch, folder)
 
 
 def autocast(device: torch.device, parameters: Parameters) -> Any:

@@ -237,7 +237,8 @@ def attend(q_MQD, k_NGD, v_NGD, segments: list[Segment], scale: float, window: i
         diagonals: (k_1, v_1, k_2, v_2, ..), each [M, G, D], of the later steps.
         window: a key further back than this many positions is not seen (block 0 alone, as in the library).
     """
-    return _Attend.apply(q_MQD, k_NGD, v_NGD, segments, window, scale, *diagonals)
+    with torch.autocast(q_MQD.device.type, enabled=False):  # float32 inside stays float32, in the backward too
+        return _Attend.apply(q_MQD, k_NGD, v_NGD, segments, window, scale, *diagonals)
 
 
 # --- loss --------------------------------------------------------------------------------------------------------
