@@ -99,11 +99,6 @@ class Decoded:
     seconds: dict[str, float]
     emitted: int
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens after prefill's own by seconds after prefill."""
-        return self.emitted / max(sum(v for k, v in self.seconds.items() if k != "prefill"), 1e-9)
-
     def records(self, ids: Sequence[str], categories: Sequence[str], inside: Sequence[bool] | None) -> list[ChainRecord]:
         """Chain records, the form `acceptance` reads."""
         rows = zip(ids, categories, self.prompt_tokens, self.tokens, self.steps, strict=True)

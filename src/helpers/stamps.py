@@ -120,7 +120,7 @@ def strip_paths(notebook: Any) -> None:
     """Make the paths of this machine relative, in outputs and metadata; pictures are left alone."""
     rules = [(re.compile(r"/\S*?ipykernel_\d+/\d+\.py"), "<cell>")]
     for folder, instead in ((ROOT, ""), (Path(sys.prefix), ".venv/"), (Path.home(), "~/")):
-        # Whole path components only: with /work/main, /work/main2 stays. Alone, the folder becomes "." or its new name.
+        # Whole path components only: with /a/main, /a/main2 stays. Alone, the folder becomes "." or its new name.
         alone = instead.rstrip("/") or "."
         rules.append((re.compile(re.escape(f"{folder}/")), instead))
         if folder != Path.home():

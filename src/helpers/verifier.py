@@ -19,11 +19,16 @@ from typing import Any
 
 import torch
 
-from helpers import embedded
+from helpers import decoding, embedded
 from helpers.errors import VerifierError
 from helpers.params import resolve
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; libraries write pages."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def ensure(name: str) -> Path:
@@ -58,7 +63,7 @@ def ensure(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]))
     except Exception as error:  # hub errors have no common base across its versions
         raise VerifierError(
-            f"hub id {name!r} could not be downloaded: {type(error).__name__}: {str(error).splitlines()[0]}",
+            f"hub id {name!r} could not be downloaded: {type(error).__name__}: {first_line(error)}",
             where="parameter verifier",
             do="check the id and the network, or download it elsewhere and give the folder",
         ) from error
@@ -230,25 +235,24 @@ def load(name: str, *, device: str | torch.device = "cpu", dtype: str = "bfloat1
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from helpers import decoding
-
     folder = ensure(name)
     tokenizer = load_tokenizer(folder)
-    config = AutoConfig.from_pretrained(folder)
     options = {"dtype": DTYPES[dtype], "attn_implementation": attention or decoding.GROUPED}
+    config = None
     try:
+        config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except ValueError as error:
         if not hasattr(config, "text_config"):
             raise VerifierError(
-                f"transformers cannot load it as a causal language model: {str(error).splitlines()[0]}",
+                f"transformers cannot load it as a causal language model: {first_line(error)}",
                 where=str(folder),
                 do="check `model_type` in config.json",
             ) from error
         model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     except OSError as error:
         raise VerifierError(
-            f"its weights cannot be read: {str(error).splitlines()[0]}", where=str(folder), do="download the checkpoint again"
+            f"its weights cannot be read: {first_line(error)}", where=str(folder), do="download the checkpoint again"
         ) from error
     model = model.to(device).eval().requires_grad_(False)
     return Verifier(
