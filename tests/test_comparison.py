@@ -95,6 +95,6 @@ def test_differences_at_ties_are_excused_and_only_those():
     pairs = [{"id": "a", "plain": [1, 2], "speculative": [1, 3], "gap": np.float32(0.125)}, {"id": "b", "plain": [1], "speculative": [1]}]
     result = losslessness(pairs)
     assert result["passed"] and (result["identical"], result["ties"]) == (1, 1)
-    assert "1 differ at a tie (largest gap 0.125, allowed 0.25)" in result["verdict"]
+    assert "1 differ at a tie (largest gap 0.125, at most 0.250 is one)" in result["verdict"]
     assert not losslessness(pairs, tie_gap=0.1)["passed"]
     assert not losslessness([pairs[0] | {"gap": None}])["passed"]  # a difference without a gap is not excused

@@ -82,11 +82,12 @@ def losslessness(pairs: Sequence[Mapping[str, Any]], *, tie_gap: float = TIE_GAP
 
     Args:
         pairs: {"id", "plain": ids, "speculative": ids}; "gap", optional, is the difference between the logits of plain's
-            and speculative's token at the first difference. In float32 no gap is needed: expected is equality.
+            and speculative's token at the first difference, "allowed" the widest gap that is a tie there (else `tie_gap`). In
+            float32 no gap is needed: expected is equality.
 
     Returns:
         prompts, identical, ties, different (neither), passed, verdict (a sentence), rows: one for each pair that differs,
-        {id, position (in the answer, from 0), plain, speculative (token ids, None past an end), gap, tie}.
+        {id, position (in the answer, from 0), plain, speculative (token ids, None past an end), gap, allowed, tie}.
     """
     if not pairs:
         raise DataError("no pair of answers to compare", do="decode at least one prompt both ways")
@@ -99,15 +100,18 @@ def losslessness(pairs: Sequence[Mapping[str, Any]], *, tie_gap: float = TIE_GAP
             continue
         found = [int(side[position]) if position < len(side) else None for side in (plain, speculative)]
         gap = pair.get("gap")
-        tie = gap is not None and bool(abs(gap) <= tie_gap)
-        rows.append({"id": pair["id"], "position": position, "plain": found[0], "speculative": found[1], "gap": gap, "tie": tie})
+        allowed = pair.get("allowed", tie_gap)
+        tie = gap is not None and bool(abs(gap) <= allowed)
+        rows.append(
+            {"id": pair["id"], "position": position, "plain": found[0], "speculative": found[1], "gap": gap, "allowed": allowed, "tie": tie}
+        )
     ties = sum(row["tie"] for row in rows)
     different, total = len(rows) - ties, len(pairs)
     if different:
         verdict = f"{different} of {total} answers differ where the verifier was not undecided: speculation changes the output."
     elif ties:
-        widest = max(abs(row["gap"]) for row in rows)
-        verdict = f"{total - ties} of {total} answers are identical; {ties} differ at a tie (largest gap {widest:.3f}, allowed {tie_gap})."
+        widest, reach = (max(abs(row[key]) for row in rows) for key in ("gap", "allowed"))
+        verdict = f"{total - ties} of {total} answers are identical; {ties} differ at a tie (largest gap {widest:.3f}, at most {reach:.3f} is one)."
     else:
         verdict = f"All {total} answers are identical, token for token."
     return {

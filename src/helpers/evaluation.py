@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -55,11 +56,17 @@ def first_turns(verifier: Verifier, found: Sequence[Prompt], max_tokens: int, ma
 
 
 @torch.inference_mode()
-def gap(verifier: Verifier, context: Sequence[int], one: int, other: int) -> float:
-    """Difference of the verifier's logits for two tokens after a context, from one plain forward pass."""
+def gap(verifier: Verifier, context: Sequence[int], one: int, other: int) -> tuple[float, float]:
+    """Difference of the verifier's logits for two tokens after a context, from one plain forward pass, and the widest tie.
+
+    A tie is up to four spacings of the dtype at the logits' size (bfloat16 between 16 and 32: 4 x 0.125): a pass over
+    several tokens, a pass over one and the pass made here round differently, each by a spacing or so.
+    """
     hidden = verifier.decoder(input_ids=torch.tensor([list(context)], device=verifier.device), use_cache=False).last_hidden_state[0, -1]
     logits = verifier.head(hidden).float()
-    return float(logits[one] - logits[other])
+    size = max(abs(float(logits[one])), abs(float(logits[other])), 2.0**-14)
+    spacing = torch.finfo(verifier.dtype).eps * 2.0 ** math.floor(math.log2(size))
+    return float(logits[one] - logits[other]), 4 * spacing
 
 
 def compare_outputs(
@@ -71,7 +78,7 @@ def compare_outputs(
         pair: dict[str, Any] = {"id": prompt.id, "plain": a, "speculative": b}
         at = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), None)
         if at is not None:
-            pair["gap"] = gap(verifier, [*start, *a[:at]], a[at], b[at])
+            pair["gap"], pair["allowed"] = gap(verifier, [*start, *a[:at]], a[at], b[at])
         pairs.append(pair)
     return comparison.losslessness(pairs)
 

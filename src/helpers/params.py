@@ -82,16 +82,16 @@ class Parameters(BaseModel):
     noise_std: float = _p(0.0, "4", "standard deviation of Gaussian noise on training hidden states", ge=0.0, le=10.0)
 
     prompts_evaluation: str = _p("data/prompts/evaluation.jsonl", "15", "prompts the draft is measured on (JSONL with category)", min_length=1)
-    evaluation_prompts: Count = _p(80, "5", "first so many evaluation prompts; 0 takes all", ge=0)
+    evaluation_prompts: Count = _p(64, "5", "first so many evaluation prompts; 0 takes all", ge=0)
     evaluation_max_tokens: Count = _p(96, "5", "longest answer in the evaluation, in tokens", ge=2)
-    evaluation_batch_rows: Count = _p(40, "5", "conversations decoded at once", ge=1)
+    evaluation_batch_rows: Count = _p(32, "5", "conversations decoded at once", ge=1)
     speculative_tokens: Count = _p(3, "2345", "drafted tokens per verification step, K", ge=1, le=16)
     evaluation_k_values: list[Count] = _p([1, 2, 3, 4], "5", "values of K in the sweep", min_length=1)
     sweep_prompts: Count = _p(16, "5", "evaluation prompts in the sweep over K", ge=1)
     lossless_prompts: Count = _p(24, "5", "prompts decoded in float32 to prove the output unchanged", ge=1)
-    lossless_tokens: Count = _p(40, "5", "tokens each of them is decoded for", ge=2)
-    speed_prompts: Count = _p(6, "5", "prompts timed one at a time", ge=1)
-    speed_tokens: Count = _p(40, "5", "tokens each of them is decoded for", ge=2)
+    lossless_tokens: Count = _p(24, "5", "tokens each of them is decoded for", ge=2)
+    speed_prompts: Count = _p(5, "5", "prompts timed one at a time", ge=1)
+    speed_tokens: Count = _p(32, "5", "tokens each of them is decoded for", ge=2)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Parameters:
