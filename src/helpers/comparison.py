@@ -111,7 +111,8 @@ def losslessness(pairs: Sequence[Mapping[str, Any]], *, tie_gap: float = TIE_GAP
         verdict = f"{different} of {total} answers differ where the verifier was not undecided: speculation changes the output."
     elif ties:
         widest, reach = (max(abs(row[key]) for row in rows) for key in ("gap", "allowed"))
-        verdict = f"{total - ties} of {total} answers are identical; {ties} differ at a tie (largest gap {widest:.3f}, at most {reach:.3f} is one)."
+        tie = f"largest gap {widest:.3f}, at most {reach:.3f} is one"
+        verdict = f"{total - ties} of {total} answers are identical; {ties} differ at a tie ({tie})."
     else:
         verdict = f"All {total} answers are identical, token for token."
     return {
