@@ -20,7 +20,7 @@ def minutes(seconds: float) -> str:
 @pytest.mark.parametrize(
     "expected",
     [
-        f"accept length **{SUMMARY['accept_length']:.2f}**",
+        f"accept length **{SUMMARY['accept_length']:.3f}**",
         "95 % interval {:.2f} to {:.2f}, {} prompts".format(*SUMMARY["accept_length_interval"], RESULTS["prompts"]),
         f"**{SUMMARY['speedup']:.2f} times** as fast",
         f"(K = {RESULTS['speedup_k']})",
