@@ -52,7 +52,8 @@ with files.lock(pathlib.Path(sys.argv[1]), "x"):
 """
 # The command line, with the notebooks of the bench in place of the repository's.
 COMMAND = """
-import functools, pathlib, sys
+import functools, pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts its children with Ctrl-C ignored
 from helpers import runner, workbook
 runner.Runner = functools.partial(runner.Runner, notebooks=pathlib.Path(sys.argv[1]))
 sys.exit(workbook.main(sys.argv[2:]))
