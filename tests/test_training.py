@@ -147,6 +147,18 @@ def test_a_nan_in_a_stored_row_stops_the_run_and_names_the_file(made, tiny_folde
     assert "hs_3.safetensors" in caught.value.where
 
 
+def test_a_signal_that_comes_while_a_row_is_read_is_not_called_damage(made, monkeypatch):
+    from speculators.train.data import ArrowDataset
+    from speculators.train.graceful_shutdown import TrainingInterruptedError
+
+    def interrupted(self, index):
+        raise TrainingInterruptedError("SIGTERM")
+
+    monkeypatch.setattr(ArrowDataset, "_get_raw_data", interrupted)
+    with pytest.raises(TrainingInterruptedError):
+        training.dataset(made[0], settings(), "train")[0]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "other tokens", "missing"])
 def test_a_damaged_row_stops_the_run_and_names_the_file(made, tiny_folder, tmp_path, damage):
     data = copy_of(made[0], tmp_path / "data")

@@ -25,7 +25,8 @@ from helpers.errors import DataError, DiskFull
 from helpers.verifier import Verifier
 
 Report = Callable[[str], None]
-SEGMENT = 32  # tokens generated between two looks for finished rows
+SEGMENT = 16  # tokens generated between two looks for finished rows
+PREFILL_TOKENS = 4096  # prompt tokens in one forward pass: larger ones spend their time on fresh memory
 LINES = 8  # of progress per turn or per extraction: a page is no log
 # A checkpoint's generation_config may bend its distribution (Qwen's has a repetition penalty). The draft is trained to
 # guess, and judged by, the distribution itself, so each of these is switched off.
@@ -89,6 +90,25 @@ def due(number: int, total: int, lines: int = LINES) -> bool:
     return number == total or number % -(-total // max(1, lines - 1)) == 0
 
 
+def _prefill(verifier: Verifier, ids: torch.Tensor, mask: torch.Tensor, cache: RowCache) -> None:
+    """Write the keys of all but the last prompt token into `cache`, a few columns of the left-padded batch at a time.
+
+    `generate` goes on from there by itself. Its own `prefill_chunk_size` would run every call of a segmented
+    generation over the whole prompt again.
+    """
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    columns = max(1, PREFILL_TOKENS // len(ids))
+    for start in range(0, ids.shape[1] - 1, columns):
+        end = min(start + columns, ids.shape[1] - 1)
+        verifier.decoder(
+            input_ids=ids[:, start:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+
+
 @torch.inference_mode()
 def generate(
     verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, temperature: float = 0.0, seed: int = 0
@@ -115,6 +135,7 @@ def generate(
         {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     )
     torch.manual_seed(seed)
+    _prefill(verifier, ids, mask, cache)
     produced = 0
     while alive and produced < max_tokens:
         step = min(SEGMENT, max_tokens - produced)

@@ -111,6 +111,7 @@ def dataset(folder: Path, parameters: Parameters, split: str) -> Any:
     """The library's dataset over a stored folder, for "train" or "val", that stops at a damaged row and names it."""
     from hs_connectors import FileTransfer
     from speculators.train.data import ArrowDataset
+    from speculators.train.graceful_shutdown import TrainingInterruptedError
 
     class Checked(ArrowDataset):
         def _get_raw_data(self, index: int) -> Any:
@@ -118,6 +119,8 @@ def dataset(folder: Path, parameters: Parameters, split: str) -> Any:
             mend = "run notebook 01 again: it redoes the rows that are damaged and keeps the others"
             try:
                 row = super()._get_raw_data(index)
+            except TrainingInterruptedError:  # a signal that came while reading is no damage
+                raise
             except Exception as error:  # a truncated shard raises from several libraries
                 raise DamagedInput(f"a stored row cannot be read: {error}", where=where, do=mend) from error
             if not isinstance(row, dict):
