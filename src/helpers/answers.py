@@ -25,7 +25,7 @@ from helpers.errors import DataError, DiskFull
 from helpers.verifier import Verifier
 
 Report = Callable[[str], None]
-SEGMENT = 16  # tokens generated between two looks for finished rows
+SEGMENT = 32  # tokens generated between two looks for finished rows
 PREFILL_TOKENS = 4096  # prompt tokens in one forward pass: larger ones spend their time on fresh memory
 LINES = 8  # of progress per turn or per extraction: a page is no log
 # A checkpoint's generation_config may bend its distribution (Qwen's has a repetition penalty). The draft is trained to
@@ -90,23 +90,23 @@ def due(number: int, total: int, lines: int = LINES) -> bool:
     return number == total or number % -(-total // max(1, lines - 1)) == 0
 
 
-def _prefill(verifier: Verifier, ids: torch.Tensor, mask: torch.Tensor, cache: RowCache) -> None:
-    """Write the keys of all but the last prompt token into `cache`, a few columns of the left-padded batch at a time.
+def _prefill(verifier: Verifier, prompts: Sequence[list[int]], width: int, capacity: int) -> RowCache:
+    """A cache that holds all but the last token of every prompt, as a batch padded on the left to `width` would leave it.
 
-    `generate` goes on from there by itself. Its own `prefill_chunk_size` would run every call of a segmented
-    generation over the whole prompt again.
+    `generate` goes on from there. Done here because it would pass the whole batch at once, where most time goes to fresh
+    memory, and compute the padding too. Rows are padded on the right and in small groups instead (causal attention then
+    needs no mask), and their keys moved to where `generate` looks for them.
     """
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    columns = max(1, PREFILL_TOKENS // len(ids))
-    for start in range(0, ids.shape[1] - 1, columns):
-        end = min(start + columns, ids.shape[1] - 1)
-        verifier.decoder(
-            input_ids=ids[:, start:end],
-            attention_mask=mask[:, :end],
-            position_ids=positions[:, start:end],
-            past_key_values=cache,
-            use_cache=True,
-        )
+    parts = []
+    for group in batches([len(p) for p in prompts], budget=PREFILL_TOKENS):
+        rows = [prompts[i][:-1] for i in group]
+        ids = torch.zeros(len(rows), max(1, max(map(len, rows))), dtype=torch.long, device=verifier.device)
+        for b, row in enumerate(rows):
+            ids[b, : len(row)] = torch.tensor(row, device=verifier.device)
+        cache = RowCache(ids.shape[1])
+        verifier.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        parts.append((group, [len(row) for row in rows], cache))
+    return RowCache.padded_left(parts, width - 1, capacity)
 
 
 @torch.inference_mode()
@@ -130,12 +130,11 @@ def generate(
         mask[b, width - len(row) :] = 1
     answers: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
-    cache = RowCache(width + max_tokens)
+    cache = _prefill(verifier, prompts, width, width + max_tokens)
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
     )
     torch.manual_seed(seed)
-    _prefill(verifier, ids, mask, cache)
     produced = 0
     while alive and produced < max_tokens:
         step = min(SEGMENT, max_tokens - produced)

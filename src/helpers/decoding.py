@@ -9,6 +9,8 @@ Shapes: B rows, T new tokens, L slots, G query heads per key-value head, D head 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -129,6 +131,32 @@ class RowCache(Cache):
         self.capacity = capacity
         self.starts: torch.Tensor | None = None
         self.longest = 0
+
+    @classmethod
+    def padded_left(cls, parts: Sequence[tuple[list[int], list[int], RowCache]], width: int, capacity: int) -> RowCache:
+        """One cache of rows that all end at slot `width`, from caches of rows that begin at slot 0.
+
+        Args:
+            parts: (places of its rows in the new cache, their lengths, cache) each; the places are 0..B-1 in all.
+            width: slots taken afterwards; a row's first `width` - length of them hold nothing and must be masked.
+            capacity: slots to reserve.
+        """
+        whole = cls(capacity)
+        rows = sum(len(places) for places, _, _ in parts)
+        for number, first in enumerate(parts[0][2].layers):
+            layer = _SlotLayer(whole)
+            heads, size = first.keys.shape[1], first.keys.shape[3]
+            layer.lazy_initialization(first.keys.new_empty(rows, heads, 0, size), first.values.new_empty(rows, heads, 0, size))
+            for places, lengths, part in parts:
+                shift = width - torch.tensor(lengths, device=layer.device)
+                # slots before a row repeat its first key: finite, and masked
+                source = (torch.arange(width, device=layer.device) - shift[:, None]).clamp_min(0)
+                source = source[:, None, :, None].expand(-1, heads, -1, size)
+                layer.keys[places, :, :width] = part.layers[number].keys.gather(2, source)
+                layer.values[places, :, :width] = part.layers[number].values.gather(2, source)
+            layer.length = width
+            whole.layers.append(layer)
+        return whole
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         while len(self.layers) <= layer_idx:

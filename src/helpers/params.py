@@ -49,7 +49,7 @@ class Parameters(BaseModel):
     max_sequence_tokens: Count = _p(1024, "1345", "longest conversation, in tokens; a longer prompt is an error", ge=16, le=1_048_576)
     answer_max_tokens: Count = _p(128, "1", "longest answer, in tokens", ge=1)
     answer_temperature: float = _p(0.0, "1", "0 answers greedily, above it samples", ge=0.0, le=5.0)
-    answer_batch_rows: Count = _p(96, "1", "conversations answered at once", ge=1)
+    answer_batch_rows: Count = _p(192, "1", "conversations answered at once", ge=1)
     extraction_batch_tokens: Count = _p(4096, "1", "tokens in one forward pass of the extraction", ge=16)
     aux_layer_ids: list[Count] = _p([], "1", "three decoder layers whose output the draft reads; empty takes 2, n/2, n-3")
     heldout_share: float = _p(0.08, "1234", "share of conversations kept out of training", gt=0.0, lt=0.9)
