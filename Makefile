@@ -30,7 +30,7 @@ test: test-unit ## everything: unit tests, end to end, lint, committed pages
 	$(BIN)/workbook check-rendered
 
 test-unit: $(READY) ## unit tests alone (under three minutes)
-	$(BIN)/python -m pytest -q -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 lint: $(READY) ## ruff over the package, the tests and the notebooks
 	$(BIN)/ruff check .
