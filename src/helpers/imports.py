@@ -72,7 +72,7 @@ def load(folder: Path, verifier_folder: Path | str, *, attention: str | None = N
     config.eagle_aux_hidden_state_layer_ids = list(a.layer_ids or verifier.default_layer_ids(target.num_hidden_layers))
     model = draft.build(config, d2t, t2d)
     model.load_state_dict(found, strict=False)
-    return model.to(dtype).eval()
+    return draft.in_dtype(model, dtype).eval()
 
 
 def _require_verifier(a: Anatomy, target: Any, where: str) -> None:
