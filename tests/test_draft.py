@@ -95,7 +95,8 @@ def test_tensors_that_are_missing_unknown_or_mis_shaped_are_named(make_draft, ti
     draft.save(make_draft(), tmp_path, attention="sdpa")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors.pop("layers.0.mlp.up_proj.weight")
-    save_file(tensors | {"fc.weight": tensors["norm.weight"], "fc.bias": tensors["norm.weight"]}, tmp_path / "model.safetensors")
+    tensors |= {"fc.weight": torch.zeros(64), "fc.bias": torch.zeros(64)}
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(DamagedInput) as error:
         draft.load(tmp_path, tiny_folder)
     for part in ("missing: layers.0.mlp.up_proj.weight", "unknown: fc.bias", "mis-shaped: fc.weight [64], expected [64, 192]"):
