@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DeepseekV3Config
 
 from helpers import draft, params
@@ -79,3 +80,24 @@ def test_a_missing_a_spoilt_and_an_incomplete_draft_are_three_errors(make_draft,
     draft.save(model, tmp_path / "b", attention="sdpa")
     with pytest.raises(DamagedInput, match="fc.weight"):
         draft.load(tmp_path / "b", tiny_folder)
+
+
+def test_rope_frequencies_stay_float32_whatever_the_weights_are(make_draft, tiny_folder, tmp_path):
+    draft.save(make_draft(), tmp_path, attention="sdpa")
+    half, full = (draft.load(tmp_path, tiny_folder, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+    assert half.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(half.rotary_emb.inv_freq, full.rotary_emb.inv_freq)
+    assert not torch.equal(full.rotary_emb.inv_freq, full.rotary_emb.inv_freq.bfloat16().float())  # rounding would show
+
+
+def test_tensors_that_are_missing_unknown_or_mis_shaped_are_named(make_draft, tiny_folder, tmp_path):
+    """transformers fills a missing one with random numbers, after a warning."""
+    draft.save(make_draft(), tmp_path, attention="sdpa")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop("layers.0.mlp.up_proj.weight")
+    tensors |= {"fc.weight": torch.zeros(64), "fc.bias": torch.zeros(64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DamagedInput) as error:
+        draft.load(tmp_path, tiny_folder)
+    for part in ("missing: layers.0.mlp.up_proj.weight", "unknown: fc.bias", "mis-shaped: fc.weight [64], expected [64, 192]"):
+        assert part in str(error.value)

@@ -1,4 +1,4 @@
-"""The command line: run, prepare, check, check-rendered, params, fetch, doctor."""
+"""The command line: run, prepare, check, check-rendered, export, params, fetch, doctor."""
 
 from __future__ import annotations
 
@@ -42,14 +42,18 @@ def recorded_parameters(folder: Path) -> Parameters:
     raise MissingInput(f"no finished stage in {shown(folder)}", where=shown(folder), do="workbook run PARAMS, or give a parameter file")
 
 
+def parameters_of(run: str) -> Parameters:
+    """Parameters of a run given as a parameter file, a name or a folder. Raises ParameterError, MissingInput."""
+    given = Path(run)
+    if given.suffix in (".yaml", ".yml"):
+        return params.load(given)
+    default = params.resolve(Parameters.model_fields["runs_folder"].default)
+    return recorded_parameters(given if given.is_dir() else default / run)
+
+
 def _check(arguments: argparse.Namespace) -> int:
     """Judge a run by a parameter file, or by what its last stage recorded."""
-    given = Path(arguments.run)
-    if given.suffix in (".yaml", ".yml"):
-        parameters = params.load(given)
-    else:
-        default = params.resolve(Parameters.model_fields["runs_folder"].default)
-        parameters = recorded_parameters(given if given.is_dir() else default / arguments.run)
+    parameters = parameters_of(arguments.run)
     states = []
     for stage in STAGES:
         state, why = manifest.state(stage, parameters)
@@ -59,6 +63,31 @@ def _check(arguments: argparse.Namespace) -> int:
         for line in rest:
             print(" " * 42 + line.strip())
     return 0 if set(states) == {"fresh"} else MissingInput.exit_code
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    """Write the best draft of a run for an engine; tells which engines it serves, and why it does not serve the others."""
+    from helpers import contract, exports, verifier
+
+    parameters = parameters_of(arguments.run)
+    trained = manifest.require(STAGES[3], parameters)
+    out = Path(arguments.out) if arguments.out else manifest.run_folder(parameters) / "exports" / arguments.to
+    only = [f"vllm-{arguments.to}" if name == "vllm" else name for name in arguments.engine]
+    folder = verifier.ensure(parameters.verifier)
+    # a hub id stays one; the workbook's own verifiers have a folder only
+    name = parameters.verifier if "/" in parameters.verifier and not params.resolve(parameters.verifier).exists() else str(folder)
+    done = exports.export(trained.folder / "best", arguments.to, out, folder, only=only, verifier_name=name)
+    print(shown(done.folder))
+    for engine, rows in done.checks.items():
+        failed = contract.failed(rows)
+        if engine in done.serves:
+            print(f"{engine}: {sum(row[1] is True for row in rows)} checks passed, logits after reloading equal")
+            print(f"  {exports.serve_command(engine, done.folder, name, parameters.speculative_tokens)}")
+        else:
+            print(f"{engine}: cannot serve this draft")
+        for text in [*failed, *(str(row[2]) for row in rows if row[1] and "needs SGLang" in str(row[2]))]:
+            print(f"  {text}")
+    return 0
 
 
 def _check_rendered(arguments: argparse.Namespace) -> int:
@@ -133,6 +162,11 @@ def parser() -> argparse.ArgumentParser:
     check = add("check", _check, "state of every stage of a run: fresh, stale, damaged or missing (every file is hashed)")
     check.add_argument("run", metavar="RUN|PARAMS", help="name or folder of a run, or a parameter file")
     add("check-rendered", _check_rendered, "whether the committed pages of the default run are current")
+    export = add("export", _export, "write a run's best draft for vLLM or SGLang, checked against what the engine reads")
+    export.add_argument("run", metavar="RUN|PARAMS", help="name or folder of a run, or a parameter file")
+    export.add_argument("--to", required=True, choices=("speculators", "eagle"), help="speculators: vLLM; eagle: SGLang and vLLM")
+    export.add_argument("--engine", action="append", default=[], choices=("vllm", "sglang"), help="refuse unless this engine can serve it")
+    export.add_argument("--out", metavar="FOLDER", help="where to write it (data/runs/<run>/exports/<format>)")
     add("params", _params, "every parameter: type, range, default, notebooks, meaning")
     fetch = add("fetch", _fetch, "put the verifier on this disk, once; offline afterwards")
     fetch.add_argument("verifier", nargs="?", default=Parameters.model_fields["verifier"].default, metavar="VERIFIER|PARAMS")
