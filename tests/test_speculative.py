@@ -6,7 +6,7 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from helpers import speculative, verifier
+from helpers import drafting, speculative, verifier
 from helpers.conversations import prompt_ids, read_prompts
 
 
@@ -61,7 +61,7 @@ def test_right_guesses_are_accepted_and_the_first_wrong_one_ends_the_chain(tiny,
         expected.append(k if m is None else m)
         return torch.tensor([guesses])
 
-    monkeypatch.setattr(speculative, "_draft", oracle)
+    monkeypatch.setattr(drafting, "greedy", oracle)
     found = speculative.decode(tiny, [prompt], max_tokens=30, drafter=speculative.Drafter(make_draft().eval()), k=3)
     assert found.tokens[0] == truth
     complete = [(s["accepted"], e) for s, e in zip(found.steps[0], expected, strict=True)][:-1]
@@ -80,7 +80,7 @@ def test_an_end_of_turn_inside_an_accepted_run_stops_there(tiny, prompts, plain,
         at = cache.get_seq_length() - len(prompts[0]) + 1
         return torch.tensor([truth[at : at + k] + [0] * (k - len(truth[at : at + k]))])
 
-    monkeypatch.setattr(speculative, "_draft", oracle)
+    monkeypatch.setattr(drafting, "greedy", oracle)
     found = speculative.decode(tiny, [prompts[0]], max_tokens=30, drafter=speculative.Drafter(make_draft().eval()), k=4)
     assert found.tokens[0] == cut
     assert sum(len(s["emitted"]) for s in found.steps[0]) == len(cut) - 1
