@@ -98,7 +98,7 @@ judge = rejection.verify
 BROKEN = {
     # what no verifier refuses, though the bonus is right
     "accepts always": lambda p, q, *rest: judge(torch.cat([torch.ones_like(p[:, :-1]), p[:, -1:]], 1), q, *rest),
-    "judges a slot by another one's proposal": lambda p, q, *rest: judge(p, q.flip(1), *rest),
+    "forgets the draft's probability": lambda p, q, *rest: judge(p, torch.ones_like(q), *rest),
 }
 
 

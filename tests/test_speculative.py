@@ -6,7 +6,7 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from helpers import drafting, speculative, verifier
+from helpers import acceptance, drafting, replaying, speculative, verifier
 from helpers.conversations import prompt_ids, read_prompts
 
 
@@ -117,7 +117,7 @@ def test_draft_entries_match_the_training_step(tiny, make_draft, make_batch):
                     hidden = drafter.advance(cache, ids[:, i + 2 + step : i + 3 + step], hidden[:, None])[:, -1]
 
 
-def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, prompts, make_draft):
+def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, prompts, make_draft, monkeypatch):
     model = make_draft(draft_vocab_size=512).eval()
     with torch.no_grad():
         model.fc.weight.mul_(0.05)  # a draft that leans on the last token is right now and then
@@ -132,4 +132,34 @@ def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, promp
         for a, b in zip(replayed, steps, strict=True):
             assert a["drafted"] == b["drafted"][: len(a["drafted"])]
             seen += a["accepted"]
+        monkeypatch.setattr(replaying, "SLOTS", len(ids) * 7)  # places in parts
+        foreseen = replaying.foresee(drafter, ids, states, len(prompt), 5)
+        assert replaying.walk(foreseen, 3) == replayed
+        assert replaying.walk(replaying.Foreseen.of(foreseen.row()), 3) == replayed
     assert seen > 0  # otherwise nothing but first guesses was compared
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_stopping_when_unsure_changes_the_drafting_and_not_the_output(tiny, prompts, plain, make_draft, rows):
+    """Replay tells the number drafted at every step exactly; each row of a batch stops by itself."""
+    model = make_draft(draft_vocab_size=512).eval()
+    with torch.no_grad():
+        model.fc.weight.mul_(0.05)
+    drafter, numbers = speculative.Drafter(model), set()
+    found = speculative.decode(tiny, prompts, max_tokens=30, drafter=drafter, k=4, confidence=CONFIDENCE, batch_rows=rows)
+    assert found.tokens == plain.tokens
+    for prompt, tokens, steps in zip(prompts, found.tokens, found.steps, strict=True):
+        ids = [*prompt, *tokens]
+        states = tiny.states(torch.tensor([ids]), [2, 4, 5])[0, :, :3].flatten(1)
+        walked = replaying.walk(replaying.foresee(drafter, ids, states, len(prompt), 4), 4, CONFIDENCE)
+        assert [s["emitted"] for s in walked] == [s["emitted"] for s in steps]
+        for a, b in zip(walked, steps, strict=True):
+            assert a["drafted"] == b["drafted"][: len(a["drafted"])]
+        numbers |= {len(s["drafted"]) for s in steps}
+    assert numbers >= {0, 1} and len(numbers) > 2  # it did stop, at different places
+    records = found.records([str(i) for i in range(9)], ["c"] * 9, None)
+    drafted = [n for r in records for n in r["drafted"]]
+    assert [p["drafted"] for p in acceptance.by_position(records)] == [sum(n > i for n in drafted) for i in range(max(drafted))]
+
+
+CONFIDENCE = 0.1

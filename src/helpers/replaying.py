@@ -11,8 +11,9 @@ Shapes: T tokens of a row, S places a chain can start at, H hidden, K drafted to
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Foreseen:
     guesses: np.ndarray  # [S, K] verifier ids
     certainty: np.ndarray  # [S, K] product of the draft's largest probabilities up to the slot
 
-    @property
+    @cached_property
     def right(self) -> np.ndarray:
         """How many guesses from the first agree with the text, by place [S]."""
         places, k = self.guesses.shape
@@ -71,6 +72,17 @@ class Foreseen:
         text = np.concatenate([np.asarray(self.ids), np.full(k, -1)])
         truth_SK = text[self.first + 1 + np.arange(places)[:, None] + np.arange(k)]
         return (truth_SK == self.guesses).cumprod(1).sum(1)
+
+    def row(self) -> dict[str, Any]:
+        """Plain values for JSON; `Foreseen.of` reads them."""
+        return asdict(self) | {"k": self.guesses.shape[1]}
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> Foreseen:
+        """From what `row` gave."""
+        shape = (-1, row["k"])
+        guesses, certainty = np.asarray(row["guesses"], int).reshape(shape), np.asarray(row["certainty"], float).reshape(shape)
+        return cls(list(row["ids"]), row["first"], guesses, certainty)
 
 
 @torch.inference_mode()
