@@ -9,6 +9,8 @@ from speculators.losses import resolve_loss_config
 from helpers import acceptance, drafting, replaying, speculative, verifier
 from helpers.conversations import prompt_ids, read_prompts
 
+CONFIDENCE = 0.1  # between the certainties of this random draft, so that it stops at some places and not at others
+
 
 @pytest.fixture(scope="module")
 def tiny():
@@ -160,6 +162,3 @@ def test_stopping_when_unsure_changes_the_drafting_and_not_the_output(tiny, prom
     records = found.records([str(i) for i in range(9)], ["c"] * 9, None)
     drafted = [n for r in records for n in r["drafted"]]
     assert [p["drafted"] for p in acceptance.by_position(records)] == [sum(n > i for n in drafted) for i in range(max(drafted))]
-
-
-CONFIDENCE = 0.1

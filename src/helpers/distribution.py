@@ -64,7 +64,7 @@ def chi_square(observed_M: Sequence[int], probability_M: Sequence[float], *, few
 def next_token(verifier: Verifier, context: Sequence[int], temperature: float) -> np.ndarray:
     """The verifier's probabilities of the token after a context [V], from one plain forward pass."""
     hidden = verifier.decoder(input_ids=torch.tensor([list(context)], device=verifier.device), use_cache=False).last_hidden_state[0, -1]
-    return rejection.probabilities(verifier.head(hidden).double(), temperature).double().cpu().numpy()
+    return rejection.probabilities(verifier.head(hidden), temperature).double().cpu().numpy()
 
 
 def first_tokens(
