@@ -35,7 +35,9 @@ FIGURES = {
     "by_context": lambda: plots.by_context(acceptance.by_context(RECORDS)),
     "misses": lambda: plots.misses(acceptance.misses(RECORDS)),
     "misses by category": lambda: plots.misses(acceptance.misses(RECORDS, "category")),
-    "k_sweep": lambda: plots.k_sweep([{"k": k, "value": 1.5 + k / 10, "speedup": 1.2} for k in (1, 2, 3)], MODEL, prompts=8),
+    "k_sweep": lambda: plots.k_sweep(
+        [{"k": k, "value": 1.5 + k / 10, "speedup": 1.2} for k in (1, 2, 3)], MODEL, prompts=8, source="replayed"
+    ),
     "speeds": lambda: plots.speeds([{"method": "plain", "tokens_per_second": 20.0}, {"method": "speculative", "tokens_per_second": 30.0}]),
     "time_split": lambda: plots.time_split([{"k": 1, "draft": 0.002, "verify": 0.04, "overhead": 0.001}]),
     "cost_model": lambda: plots.cost_model({"here": MODEL, "node": MODEL}, {1: 1.2}),

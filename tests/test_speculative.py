@@ -6,8 +6,10 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from helpers import speculative, verifier
+from helpers import acceptance, drafting, replaying, speculative, verifier
 from helpers.conversations import prompt_ids, read_prompts
+
+CONFIDENCE = 0.1  # between the certainties of this random draft, so that it stops at some places and not at others
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_right_guesses_are_accepted_and_the_first_wrong_one_ends_the_chain(tiny,
         expected.append(k if m is None else m)
         return torch.tensor([guesses])
 
-    monkeypatch.setattr(speculative, "_draft", oracle)
+    monkeypatch.setattr(drafting, "greedy", oracle)
     found = speculative.decode(tiny, [prompt], max_tokens=30, drafter=speculative.Drafter(make_draft().eval()), k=3)
     assert found.tokens[0] == truth
     complete = [(s["accepted"], e) for s, e in zip(found.steps[0], expected, strict=True)][:-1]
@@ -80,7 +82,7 @@ def test_an_end_of_turn_inside_an_accepted_run_stops_there(tiny, prompts, plain,
         at = cache.get_seq_length() - len(prompts[0]) + 1
         return torch.tensor([truth[at : at + k] + [0] * (k - len(truth[at : at + k]))])
 
-    monkeypatch.setattr(speculative, "_draft", oracle)
+    monkeypatch.setattr(drafting, "greedy", oracle)
     found = speculative.decode(tiny, [prompts[0]], max_tokens=30, drafter=speculative.Drafter(make_draft().eval()), k=4)
     assert found.tokens[0] == cut
     assert sum(len(s["emitted"]) for s in found.steps[0]) == len(cut) - 1
@@ -117,7 +119,7 @@ def test_draft_entries_match_the_training_step(tiny, make_draft, make_batch):
                     hidden = drafter.advance(cache, ids[:, i + 2 + step : i + 3 + step], hidden[:, None])[:, -1]
 
 
-def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, prompts, make_draft):
+def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, prompts, make_draft, monkeypatch):
     model = make_draft(draft_vocab_size=512).eval()
     with torch.no_grad():
         model.fc.weight.mul_(0.05)  # a draft that leans on the last token is right now and then
@@ -132,4 +134,31 @@ def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, promp
         for a, b in zip(replayed, steps, strict=True):
             assert a["drafted"] == b["drafted"][: len(a["drafted"])]
             seen += a["accepted"]
+        monkeypatch.setattr(replaying, "SLOTS", len(ids) * 7)  # places in parts
+        foreseen = replaying.foresee(drafter, ids, states, len(prompt), 5)
+        assert replaying.walk(foreseen, 3) == replayed
+        assert replaying.walk(replaying.Foreseen.of(foreseen.row()), 3) == replayed
     assert seen > 0  # otherwise nothing but first guesses was compared
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_stopping_when_unsure_changes_the_drafting_and_not_the_output(tiny, prompts, plain, make_draft, rows):
+    """Replay tells the number drafted at every step exactly; each row of a batch stops by itself."""
+    model = make_draft(draft_vocab_size=512).eval()
+    with torch.no_grad():
+        model.fc.weight.mul_(0.05)
+    drafter, numbers = speculative.Drafter(model), set()
+    found = speculative.decode(tiny, prompts, max_tokens=30, drafter=drafter, k=4, confidence=CONFIDENCE, batch_rows=rows)
+    assert found.tokens == plain.tokens
+    for prompt, tokens, steps in zip(prompts, found.tokens, found.steps, strict=True):
+        ids = [*prompt, *tokens]
+        states = tiny.states(torch.tensor([ids]), [2, 4, 5])[0, :, :3].flatten(1)
+        walked = replaying.walk(replaying.foresee(drafter, ids, states, len(prompt), 4), 4, CONFIDENCE)
+        assert [s["emitted"] for s in walked] == [s["emitted"] for s in steps]
+        for a, b in zip(walked, steps, strict=True):
+            assert a["drafted"] == b["drafted"][: len(a["drafted"])]
+        numbers |= {len(s["drafted"]) for s in steps}
+    assert numbers >= {0, 1} and len(numbers) > 2  # it did stop, at different places
+    records = found.records([str(i) for i in range(9)], ["c"] * 9, None)
+    drafted = [n for r in records for n in r["drafted"]]
+    assert [p["drafted"] for p in acceptance.by_position(records)] == [sum(n > i for n in drafted) for i in range(max(drafted))]

@@ -1,24 +1,28 @@
-"""The measurements of notebook 05: prompts in balance, losslessness with its ties, the K sweep, speeds interleaved."""
+"""The measurements of notebook 05: prompts in balance, losslessness with its ties, live acceptance, chains read again at other K."""
 
 from __future__ import annotations
 
 import copy
 import math
-import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from helpers import acceptance, comparison, costs, speculative
-from helpers.chains import ChainRecord
+from helpers import acceptance, comparison, distribution, draft, replaying, speculative, speeds
+from helpers.chains import ChainRecord, flatten
 from helpers.conversations import Prompt, prompt_ids, read_prompts
+from helpers.drafting import Drafter
 from helpers.errors import DataError
+from helpers.extraction import batches
 from helpers.params import Parameters
-from helpers.speculative import Drafter
-from helpers.verifier import Verifier
+from helpers.replaying import Foreseen
+from helpers.verifier import DTYPES, Verifier
+
+READ = 4096  # tokens in one pass of `reread`, padding included
+# Rounding moves a logit by more than a tie once in a while among thousands of tokens; a wrong cache or position moves most
+# of them by far more.
+APART = 1e-3
 
 
 def prompts(path: str, limit: int = 0) -> list[Prompt]:
@@ -59,14 +63,18 @@ def first_turns(verifier: Verifier, found: Sequence[Prompt], max_tokens: int, ma
 def gap(verifier: Verifier, context: Sequence[int], one: int, other: int) -> tuple[float, float]:
     """Difference of the verifier's logits for two tokens after a context, from one plain forward pass, and the widest tie.
 
-    A tie is up to four spacings of the dtype at the logits' size (bfloat16 between 16 and 32: 4 x 0.125): a pass over
+    A tie is up to four spacings of the dtype (see `tie`; bfloat16 between 16 and 32: 4 x 0.125): a pass over
     several tokens, a pass over one and the pass made here round differently, each by a spacing or so.
     """
     hidden = verifier.decoder(input_ids=torch.tensor([list(context)], device=verifier.device), use_cache=False).last_hidden_state[0, -1]
     logits = verifier.head(hidden).float()
-    size = max(abs(float(logits[one])), abs(float(logits[other])), 2.0**-14)
-    spacing = torch.finfo(verifier.dtype).eps * 2.0 ** math.floor(math.log2(size))
-    return float(logits[one] - logits[other]), 4 * spacing
+    return float(logits[one] - logits[other]), tie(verifier.dtype, float(logits[one]), float(logits[other]))
+
+
+def tie(dtype: torch.dtype, one: float, other: float) -> float:
+    """The widest gap between two logits that is a tie: four spacings of the dtype at their size."""
+    size = max(abs(one), abs(other), 2.0**-14)
+    return 4 * torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(size))
 
 
 def compare_outputs(
@@ -83,117 +91,107 @@ def compare_outputs(
     return comparison.losslessness(pairs)
 
 
-def lossless_float32(draft_model: Any, verifier: Verifier, found: Sequence[Prompt], parameters: Parameters) -> dict[str, Any]:
-    """Speculative and plain greedy answers of the same verifier in float32, where no rounding excuses a difference."""
-    exact = verifier.in_dtype(torch.float32)
-    drafter = Drafter(copy.deepcopy(draft_model).float())
-    ids = first_turns(exact, found, parameters.lossless_tokens, parameters.max_sequence_tokens)
-    options = {"max_tokens": parameters.lossless_tokens, "batch_rows": parameters.evaluation_batch_rows}
-    plain = speculative.decode(exact, ids, **options)
-    chained = speculative.decode(exact, ids, drafter=drafter, k=parameters.speculative_tokens, **options)
-    return compare_outputs(exact, found, ids, plain.tokens, chained.tokens)
+def lossless(draft_model: Any, verifier: Verifier, found: Sequence[Prompt], parameters: Parameters, dtype: str = "") -> dict[str, Any]:
+    """Speculative and plain greedy answers of the same prompts from one prefill, held against each other.
 
-
-def sweep(verifier: Verifier, drafter: Drafter, found: Sequence[Prompt], parameters: Parameters) -> list[dict[str, Any]]:
-    """Accept length with interval for each K: rows {k, value, low, high, n, steps}."""
-    chosen = list(found)[: parameters.sweep_prompts]
-    ids = first_turns(verifier, chosen, parameters.evaluation_max_tokens, parameters.max_sequence_tokens)
-    rows = []
-    for k in parameters.evaluation_k_values:
-        made = speculative.decode(
-            verifier, ids, max_tokens=parameters.evaluation_max_tokens, drafter=drafter, k=k, batch_rows=parameters.evaluation_batch_rows
-        )
-        rows.append(
-            {"k": k} | acceptance.accept_length(made.records([p.id for p in chosen], [p.category for p in chosen], drafter.inside)).row()
-        )
-    return rows
-
-
-@torch.inference_mode()
-def _generate(verifier: Verifier, ids: list[int], max_tokens: int) -> tuple[float, int]:
-    began = time.perf_counter()
-    out = verifier.model.generate(torch.tensor([ids], device=verifier.device), max_new_tokens=max_tokens, do_sample=False)
-    return time.perf_counter() - began, out.shape[1] - len(ids)
-
-
-def speeds(
-    verifier: Verifier, drafter: Drafter, found: Sequence[Prompt], parameters: Parameters, report: Callable[[str], None] = print
-) -> dict[str, Any]:
-    """Decoding one prompt at a time, every method on a prompt before the next prompt: plain, each K, transformers' generate.
+    Args:
+        dtype: compute in this one; in float32 no rounding excuses a difference. Empty takes the verifier's own.
 
     Returns:
-        `methods`: rows {method, k, tokens_per_second, speedup, low, high (of the speedup, over prompts)}; `rounds`: seconds
-        of draft, verify and overhead per step by K; `plain_step`: seconds of one plain step; `plain_tokens_per_second`.
+        What `comparison.losslessness` gives, and `rates`: {batch, plain, speculative} in tokens per second, without prefill.
     """
-    chosen = list(found)[: parameters.speed_prompts]
-    ids = first_turns(verifier, chosen, parameters.speed_tokens, parameters.max_sequence_tokens)
-    methods: list[tuple[str, int]] = [("plain", 0), *[(f"speculative, K = {k}", k) for k in parameters.evaluation_k_values]]
-    seconds: dict[str, list[float]] = {name: [] for name, _ in methods} | {"transformers generate": []}
-    emitted: dict[str, list[int]] = {name: [] for name in seconds}
-    parts: dict[int, list[dict[str, float]]] = {k: [] for _, k in methods}
-    rounds: dict[int, list[int]] = {k: [] for _, k in methods}
-    speculative.decode(verifier, ids[:1], max_tokens=8, drafter=drafter, k=2)  # first use allocates and picks kernels
-    for start in ids:
-        for name, k in methods:
-            made = speculative.decode(verifier, [start], max_tokens=parameters.speed_tokens, drafter=drafter, k=k)
-            seconds[name].append(sum(v for part, v in made.seconds.items() if part != "prefill"))
-            emitted[name].append(made.emitted)
-            parts[k].append(made.seconds)
-            rounds[k].append(len(made.steps[0]))
-        whole, made_tokens = _generate(verifier, start, parameters.speed_tokens)
-        # generate offers no time without prefill, so plain decoding's prefill of the same prompt is taken off
-        seconds["transformers generate"].append(max(whole - parts[0][-1]["prefill"], 1e-9))
-        emitted["transformers generate"].append(made_tokens - 1)
-    rows = []
-    base = sum(emitted["plain"]) / sum(seconds["plain"])
-    ks = dict(methods)
-    for name, spent in seconds.items():
-        # speedup resampled over prompts: the ratio of two rates, each a ratio of sums
-        rate = sum(emitted[name]) / sum(spent)
-        low, high = _speedup_interval(emitted[name], spent, emitted["plain"], seconds["plain"], parameters.seed)
-        rows.append({"method": name, "k": ks.get(name), "tokens_per_second": rate, "speedup": rate / base, "low": low, "high": high})
-    split = [
-        {"k": k} | {part: sum(p[part] for p in parts[k]) / max(1, sum(rounds[k])) for part in ("draft", "verify", "overhead")}
-        for _, k in methods
-        if k
-    ]
-    steps = [s / max(1, n) for s, n in zip(seconds["plain"], rounds[0], strict=True)]
-    report(f"{len(ids)} prompts, one at a time, {len(seconds)} methods each: plain {base:.1f} tokens per second")
-    return {"methods": rows, "rounds": split, "plain_step": median(steps), "plain_tokens_per_second": base}
-
-
-def _speedup_interval(tokens, spent, base_tokens, base_spent, seed: int) -> tuple[float | None, float | None]:
-    if len(tokens) < 2:
-        return None, None
-    pick = np.random.default_rng(seed).integers(0, len(tokens), (2000, len(tokens)))
-    a, b, c, d = (np.asarray(x, float)[pick].sum(1) for x in (tokens, spent, base_tokens, base_spent))
-    low, high = np.percentile((a / b) / (c / d), [2.5, 97.5])
-    return float(low), float(high)
-
-
-def cost_rows(speed: dict[str, Any], conditional: Sequence[float | None], ks: Sequence[int]) -> tuple[costs.Costs, list[dict[str, Any]]]:
-    """Costs fitted to measured rounds, and the model's rows for `ks`."""
-    split = speed["rounds"]
-    fitted = costs.fit_costs(
-        [speed["plain_step"]],
-        {r["k"]: [r["draft"]] for r in split},
-        {r["k"] + 1: [r["verify"]] for r in split},
-        [r["overhead"] for r in split],
+    if dtype and DTYPES[dtype] != verifier.dtype:
+        verifier, draft_model = verifier.in_dtype(DTYPES[dtype]), copy.deepcopy(draft_model).to(DTYPES[dtype])
+    drafter, batch = Drafter(draft_model), min(len(found), parameters.evaluation_batch_rows)
+    ids = first_turns(verifier, found, parameters.lossless_tokens, parameters.max_sequence_tokens)
+    plain, chained = speculative.decode_both(
+        verifier, ids, max_tokens=parameters.lossless_tokens, drafter=drafter, k=parameters.speculative_tokens, batch_rows=batch
     )
-    # a position never reached has no conditional acceptance; the model then expects nothing there
-    return fitted, costs.speedup_model([c or 0.0 for c in conditional], fitted, ks)
+    outputs = compare_outputs(verifier, found, ids, plain.tokens, chained.tokens)
+    spent = [sum(v for part, v in made.seconds.items() if part != "prefill") for made in (plain, chained)]
+    rates = {"batch": batch, "plain": plain.emitted / max(spent[0], 1e-9), "speculative": chained.emitted / max(spent[1], 1e-9)}
+    return outputs | {"rates": rates}
 
 
 def measured(
-    verifier: Verifier, found: Sequence[Prompt], ids: Sequence[list[int]], drafter: Drafter, k: int, *, max_tokens: int, batch_rows: int
+    verifier: Verifier, found: Sequence[Prompt], ids: Sequence[list[int]], drafter: Drafter, k: int, **options: Any
+) -> list[ChainRecord]:
+    """Chain records of live speculation on these prompts; `options` are those of `speculative.decode`."""
+    made = speculative.decode(verifier, ids, drafter=drafter, k=k, **options)
+    return made.records([p.id for p in found], [p.category for p in found], drafter.inside)
+
+
+def untrained(draft_model: Any, verifier: Verifier, seed: int) -> Drafter:
+    """A draft of the same config and vocabulary with new random weights: what training has to beat."""
+    # a draft of the whole vocabulary has no maps, and its new one ignores what it is given
+    maps = [torch.zeros(0) if m is None else m.cpu() for m in (draft_model.d2t, draft_model.t2d)]
+    model = draft.build(draft_model.config, *maps, seed=seed)
+    return Drafter(model.to(verifier.dtype).to(verifier.device).eval())
+
+
+@torch.inference_mode()
+def reread(
+    verifier: Verifier,
+    ids: Sequence[list[int]],
+    records: Sequence[ChainRecord],
+    drafters: Mapping[str, tuple[Drafter, int]],
+    foreseen_rows: int,
 ) -> dict[str, Any]:
-    """The measured run: chain speculation, plain decoding of the same prompts, and both outputs held against each other."""
-    options = {"max_tokens": max_tokens, "batch_rows": batch_rows}
-    chained = speculative.decode(verifier, ids, drafter=drafter, k=k, **options)
-    plain = speculative.decode(verifier, ids, **options)
-    outputs = compare_outputs(verifier, found, ids, plain.tokens, chained.tokens)
-    made = chained.records([p.id for p in found], [p.category for p in found], drafter.inside)
-    return {"records": made, "outputs": outputs}
+    """One plain pass over the answers that speculation gave: are the tokens the verifier's, and what would other chains do?
+
+    The pass knows nothing of drafts, caches or batches of decoding. Its logits judge every emitted token; its hidden states
+    are those that notebook 01 would store, over which each draft's chains are replayed.
+
+    Args:
+        records: greedy ones, with one prompt of `ids` each. drafters: name → (draft, K to foresee).
+        foreseen_rows: replay chains over the first so many answers; all are judged.
+
+    Returns:
+        `tokens` judged, `first` (how many are the pass's own first choice), `ties`, `apart` (neither), `widest` gap between
+        the logits of first choice and emitted token; `foreseen`: name → rows of `Foreseen.row`.
+    """
+    aux = list(next(iter(drafters.values()))[0].config.eagle_aux_hidden_state_layer_ids)
+    rows = [[*prompt, *record["tokens"]] for prompt, record in zip(ids, records, strict=True)]
+    found: dict[str, Any] = {"tokens": 0, "first": 0, "ties": 0, "apart": 0, "widest": 0.0}
+    foreseen: dict[str, list[Any]] = {name: [None] * min(len(rows), foreseen_rows) for name in drafters}
+    for batch in batches([len(row) for row in rows], budget=READ):
+        padded = torch.zeros(len(batch), max(len(rows[i]) for i in batch), dtype=torch.long)
+        for b, i in enumerate(batch):
+            padded[b, : len(rows[i])] = torch.tensor(rows[i])
+        states = verifier.states(padded, aux)
+        for b, i in enumerate(batch):
+            start, length = len(ids[i]), len(rows[i])
+            logits_AV = verifier.logits(states[b, start - 1 : length - 1, -1]).float()
+            said = logits_AV.gather(1, torch.tensor(rows[i][start:], device=logits_AV.device)[:, None])[:, 0]
+            gaps = logits_AV.amax(1) - said
+            allowed = torch.tensor([tie(verifier.dtype, x, y) for x, y in zip(said.tolist(), logits_AV.amax(1).tolist(), strict=True)])
+            ties = (gaps > 0) & (gaps.cpu() <= allowed).to(gaps.device)
+            counts = {"tokens": len(gaps), "first": int((gaps == 0).sum()), "ties": int(ties.sum())}
+            counts["apart"] = counts["tokens"] - counts["first"] - counts["ties"]
+            found |= {name: found[name] + count for name, count in counts.items()}
+            found["widest"] = max(found["widest"], float(gaps.max()))
+            for name, (drafter, k) in drafters.items() if i < foreseen_rows else ():
+                made = replaying.foresee(drafter, rows[i], states[b, :length, :-1].flatten(1), start, k)
+                foreseen[name][i] = made.row()
+    return found | {"foreseen": foreseen}
+
+
+def replayed(
+    found: Sequence[Mapping[str, Any]], records: Sequence[ChainRecord], k: int, inside: Sequence[bool] | None, confidence: float = 0.0
+) -> list[ChainRecord]:
+    """Records of the same answers with other chains, from rows of `reread`, of as many records as it foresaw."""
+    rows = []
+    for row, record in zip(found, records[: len(found)], strict=True):
+        steps = replaying.walk(Foreseen.of(row), k, confidence)
+        rows.append(flatten({**{n: record[n] for n in ("id", "category", "prompt_tokens", "tokens")}, "steps": steps}, inside))
+    return rows
+
+
+def sweep(
+    found: Sequence[Mapping[str, Any]], records: Sequence[ChainRecord], ks: Sequence[int], inside: Sequence[bool] | None, seed: int
+) -> list[dict[str, Any]]:
+    """Accept length with interval for each K, replayed over the same answers: rows {k, value, low, high, n, steps}."""
+    return [{"k": k} | acceptance.accept_length(replayed(found, records, k, inside), seed=seed).row() for k in ks]
 
 
 def results(
@@ -202,19 +200,23 @@ def results(
     speed: dict[str, Any],
     exact: dict[str, Any],
     outputs: dict[str, Any],
+    read: dict[str, Any],
     predicted: Sequence[float],
     parameters: Parameters,
 ) -> dict[str, Any]:
     """The run in numbers, as `summary.json` keeps them."""
     overall = acceptance.accept_length(records, seed=parameters.seed)
     known = acceptance.summary(records, seed=parameters.seed)
-    fastest = max((r for r in speed["methods"] if r["k"]), key=lambda r: r["speedup"])
+    by_name = {r["method"]: r for r in speed["methods"]}
+    fastest = fastest_of(speed)
     return {
         "accept_length": overall.value,
         "accept_length_interval": [overall.low, overall.high],
         "speedup": fastest["speedup"],
         "speedup_interval": [fastest["low"], fastest["high"]],
         "speedup_k": fastest["k"],
+        "speedup_confidence": fastest["confidence"],
+        "speedup_over_generate": fastest["over_generate"],
         "k": parameters.speculative_tokens,
         "prompts": overall.n,
         "verification_steps": overall.steps,
@@ -226,20 +228,40 @@ def results(
         "misses_wrong": known["misses_wrong"],
         "accept_length_by_category": {r["category"]: r["value"] for r in acceptance.by_category(records, seed=parameters.seed)},
         "accept_length_by_k": {str(r["k"]): r["value"] for r in sweep_rows},
-        "tokens_per_second_plain": speed["plain_tokens_per_second"],
+        "tokens_per_second_plain": speed["methods"][0]["tokens_per_second"],
         "tokens_per_second_speculative": fastest["tokens_per_second"],
-        "speedup_by_k": {str(r["k"]): r["speedup"] for r in speed["methods"] if r["k"]},
+        "tokens_per_second_generate": by_name[speeds.GENERATE]["tokens_per_second"],
+        "tokens_per_second_prompt_lookup": by_name[speeds.LOOKUP]["tokens_per_second"],
+        "speedup_by_k": measured_gains(speed),
         "float32_identical": exact["identical"],
         "float32_prompts": exact["prompts"],
         "outputs_identical": outputs["identical"],
         "outputs_ties": outputs["ties"],
+        "tokens_first_choice": read["first"],
+        "tokens_judged": read["tokens"],
     }
 
 
-def checks(exact: dict[str, Any], outputs: dict[str, Any], overall: acceptance.Estimate) -> list[tuple[str, bool | None, Any, str]]:
+def fastest_of(speed: dict[str, Any]) -> dict[str, Any]:
+    """The fastest row of `speeds.interleaved` that speculates with the trained draft."""
+    return max((r for r in speed["methods"] if r["method"].startswith("speculative")), key=lambda r: r["speedup"])
+
+
+def measured_gains(speed: dict[str, Any]) -> dict[int, float]:
+    """Measured speedup of the trained draft by fixed K."""
+    return {r["k"]: r["speedup"] for r in speed["methods"] if r["method"].startswith("speculative") and not r["confidence"]}
+
+
+def checks(
+    exact: dict[str, Any], outputs: dict[str, Any], read: dict[str, Any], sampled: dict[str, Any], overall: acceptance.Estimate
+) -> list[tuple[str, bool | None, Any, str]]:
     """Gates of the notebook. A draft that is never accepted is a result, told but no reason to stop: the pages say why."""
     caches = "report it: caches or positions of the decoding loop are wrong"
     worst = max((abs(r["gap"]) for r in outputs["rows"] if r["gap"] is not None), default=0.0)
+    p, told = (
+        sampled["p_value"],
+        f"p = {sampled['p_value']:.3f}, {sampled['draws']} draws" if sampled["p_value"] is not None else "one cell",
+    )
     return [
         (
             "float32: output unchanged, token for token",
@@ -248,6 +270,18 @@ def checks(exact: dict[str, Any], outputs: dict[str, Any], overall: acceptance.E
             caches,
         ),
         ("differences in the run's dtype are ties", outputs["passed"], f"{outputs['ties']} ties, widest gap {worst:.3f}", caches),
+        (
+            "every emitted token is the verifier's first choice or a tie",
+            read["apart"] <= APART * read["tokens"],
+            f"{read['first']:,} first choices and {read['ties']:,} ties among {read['tokens']:,}, widest gap {read['widest']:.3f}",
+            caches,
+        ),
+        (
+            "sampled: first tokens have the verifier's distribution",
+            None if p is None else p > distribution.SIGNIFICANT,
+            told,
+            "report it: the rejection rule or the map of the draft vocabulary is wrong",
+        ),
         (
             "the draft is accepted at all",
             True if overall.value > 1.0 else None,

@@ -228,17 +228,17 @@ def misses(rows: Rows) -> Figure:
     return figure
 
 
-def k_sweep(rows: Rows, model: Rows = (), *, prompts: int | None = None) -> Figure:
+def k_sweep(rows: Rows, model: Rows = (), *, prompts: int | None = None, source: str = "measured") -> Figure:
     """Accept length and speedup by K, with the cost model's curve.
 
     Args:
         rows: {k, value (accept length), low, high, speedup}; low, high and speedup may be missing or None.
-        model: rows of costs.speedup_model. prompts: n, for the title.
+        model: rows of costs.speedup_model. prompts: n, for the title. source: where the accept lengths come from.
     """
     figure, (left, right) = canvas(2, width=9.5)
     shade, n = COLOURS["speculative"], f" (n = {prompts} prompts)" if prompts else ""
     ks = [row["k"] for row in rows]
-    left.errorbar(ks, [row["value"] for row in rows], yerr=errors(rows), color=shade, marker="o", capsize=3, label="measured")
+    left.errorbar(ks, [row["value"] for row in rows], yerr=errors(rows), color=shade, marker="o", capsize=3, label=source)
     timed = [row for row in rows if row.get("speedup") is not None]
     right.plot([r["k"] for r in timed], [r["speedup"] for r in timed], color=shade, marker="o", label="measured")
     if len(model):

@@ -1,78 +1,34 @@
 """Chain speculation: the draft proposes K tokens, the verifier checks them in one pass, and the output stays the verifier's.
 
-Indices, as in training: entry i of the draft joins token x[i+1] with the verifier's states at i, stands at RoPE position
-i+1 and proposes x[i+2]. After a verification the entries of the accepted tokens are written again from the verifier's own
-states; the entries made while drafting are forgotten. Both caches are rolled back by setting row lengths.
+After a verification the draft's entries of the accepted tokens are written again from the verifier's own states; those
+made while drafting are forgotten. Both caches are rolled back by setting row lengths.
 
-The same loop with K = 0 is plain decoding, so a comparison of speeds compares nothing but the drafting.
+The same loop with K = 0 is plain decoding, so a comparison of speeds compares nothing but the drafting. Greedy at
+temperature 0, above it sampled by exact rejection (see `rejection`), which leaves the verifier's distribution as it is.
 
-Shapes: B rows, T new tokens, P longest prompt, H hidden, K drafted tokens, A captured layers.
+Shapes: B rows, T new tokens, P longest prompt, H hidden, K drafted tokens, A captured layers, D draft vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
+from helpers import rejection
 from helpers.chains import ChainRecord, flatten
-from helpers.decoding import GROUPED, RowCache
+from helpers.decoding import RowCache
+from helpers.drafting import Drafter, Rule, propose
+from helpers.errors import DataError
 from helpers.extraction import batches
+from helpers.replaying import replay
 from helpers.verifier import Verifier
 
-
-class Drafter:
-    """A library draft model run token by token with a key-value cache.
-
-    Args:
-        model: from `draft.load`, in the dtype to decode in.
-    """
-
-    def __init__(self, model: Any):
-        self.model = model
-        self.config = model.config
-        model.config.transformer_layer_config._attn_implementation = GROUPED  # decoding has its own; training's stays in draft.json
-        self.dtype = model.fc.weight.dtype
-        size = model.draft_vocab_size
-        offsets = model.d2t if model.d2t is not None else torch.zeros(size, dtype=torch.long)
-        self.to_verifier = torch.arange(size) + offsets.cpu()
-        self.to_verifier = self.to_verifier.to(model.fc.weight.device)
-
-    @property
-    def inside(self) -> list[bool] | None:
-        """Which verifier tokens the draft can propose; None when all."""
-        return None if self.model.t2d is None else self.model.t2d.tolist()
-
-    def features(self, states_BTC: torch.Tensor) -> torch.Tensor:
-        """The verifier's joined states [B, T, A*H] as the draft's input [B, T, H]."""
-        x = states_BTC.to(self.dtype)
-        if self.model.input_norm is not None:
-            x = self.model.input_norm(x)
-        if self.model.fc_norm is not None:
-            parts = x.chunk(len(self.model.fc_norm), dim=-1)
-            x = torch.cat([norm(part) for norm, part in zip(self.model.fc_norm, parts, strict=True)], dim=-1)
-        return self.model.fc(x)
-
-    def advance(self, cache: RowCache, tokens_BT: torch.Tensor, features_BTH: torch.Tensor) -> torch.Tensor:
-        """Run entries through the layers and write their keys; returns the states the next step reads, [B, T, H]."""
-        rows, tokens = tokens_BT.shape
-        slots = cache.positions(rows, tokens, tokens_BT.device)
-        mask = cache.mask(rows, tokens, tokens_BT.device) if cache.get_seq_length() else None
-        embeds = self.model.embed_tokens(tokens_BT).to(self.dtype)
-        hidden = torch.cat([embeds, features_BTH], dim=-1)
-        rotary = self.model.rotary_emb(hidden, slots + 1)
-        for layer in self.model.layers:
-            hidden = layer(hidden, attention_mask=mask, position_ids=slots + 1, past_key_values=cache, position_embeddings=rotary)
-        return self.model.norm(hidden) if self.config.norm_output else hidden
-
-    def propose(self, hidden_BH: torch.Tensor) -> torch.Tensor:
-        """Logits over the draft vocabulary [B, V_d]."""
-        normed = hidden_BH if self.config.norm_output else self.model.norm(hidden_BH)
-        return linear(normed, self.model.lm_head.weight)
+__all__ = ["Decoded", "Drafter", "decode", "decode_both", "draws", "replay"]
 
 
 @dataclass
@@ -119,139 +75,211 @@ class _Clock:
         self.last = now
 
 
+@dataclass
+class _Batch:
+    """Rows between two rounds: both caches, the length each keeps, its newest token, and the draft's state there."""
+
+    cache: RowCache
+    draft_cache: RowCache
+    lengths: torch.Tensor
+    current: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep these rows, in this order; a row may be taken several times."""
+        self.cache.batch_select_indices(rows)
+        self.draft_cache.batch_select_indices(rows)
+        self.lengths, self.current = self.lengths[rows], self.current[rows]
+        self.hidden = self.hidden[rows] if self.hidden is not None else None
+        self.set_lengths()
+
+    def set_lengths(self) -> None:
+        """Roll both caches back to the lengths kept."""
+        self.cache.set_lengths(self.lengths)
+        self.draft_cache.set_lengths(self.lengths)
+
+
 @torch.inference_mode()
 def decode(
-    verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, drafter: Drafter | None = None, k: int = 0, batch_rows: int = 32
+    verifier: Verifier,
+    prompts: Sequence[list[int]],
+    *,
+    max_tokens: int,
+    drafter: Drafter | None = None,
+    k: int = 0,
+    batch_rows: int = 32,
+    confidence: float = 0.0,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Decoded:
-    """Greedy decoding of prompts, with chain speculation where a draft and K > 0 are given.
+    """Decoding of prompts, with chain speculation where a draft and K > 0 are given.
 
     Args:
         prompts: token ids with the generation prompt.
         max_tokens: longest answer; a step that would pass it is cut there.
+        confidence: stop drafting before the slot at which the draft's certainty, the product of its largest
+            probabilities along the chain, falls below this; 0 always drafts K.
+        temperature: 0 is greedy; above it tokens are sampled, from the whole distribution, with `seed`.
     """
     speculate = drafter is not None and k > 0
-    tokens: list[list[int]] = [[] for _ in prompts]
-    steps: list[list[dict[str, Any]]] = [[] for _ in prompts]
-    clock = _Clock(verifier.device)
+    rule = Rule.seeded(verifier.device, k, confidence, temperature, seed)
+    clock, made = _Clock(verifier.device), []
     for batch in batches([len(p) for p in prompts], rows=batch_rows):
         rows = [_Row(i, len(prompts[i])) for i in batch]
-        _decode_batch(verifier, [prompts[i] for i in batch], rows, max_tokens, drafter if speculate else None, k, clock)
-        for row in rows:
-            tokens[row.place], steps[row.place] = row.tokens, row.steps
-    return Decoded(tokens, steps, [len(p) for p in prompts], clock.parts, sum(len(t) - 1 for t in tokens))
+        started = _prefill(verifier, [prompts[i] for i in batch], max_tokens, drafter if speculate else None, rule, clock)
+        _go_on(verifier, started, rows, max_tokens, drafter if speculate else None, rule, clock)
+        made += rows
+    return _decoded(made, clock)
+
+
+@torch.inference_mode()
+def decode_both(
+    verifier: Verifier, prompts: Sequence[list[int]], *, max_tokens: int, drafter: Drafter, k: int, batch_rows: int = 32
+) -> tuple[Decoded, Decoded]:
+    """Plain and speculative greedy decoding of the same prompts from one prefill: (plain, speculative), as `decode` gives them."""
+    rule, made = Rule(k), ([], [])
+    clocks = _Clock(verifier.device), _Clock(verifier.device)
+    for batch in batches([len(p) for p in prompts], rows=batch_rows):
+        started = _prefill(verifier, [prompts[i] for i in batch], max_tokens, drafter, rule, clocks[1])
+        again = copy.deepcopy(started)
+        for side, start, draft in ((0, again, None), (1, started, drafter)):
+            rows = [_Row(i, len(prompts[i])) for i in batch]
+            clocks[side].last = time.perf_counter()
+            _go_on(verifier, start, rows, max_tokens, draft, rule, clocks[side])
+            made[side].extend(rows)
+    return _decoded(made[0], clocks[0]), _decoded(made[1], clocks[1])
+
+
+@torch.inference_mode()
+def draws(
+    verifier: Verifier,
+    prompt: list[int],
+    count: int,
+    *,
+    max_tokens: int,
+    drafter: Drafter,
+    k: int,
+    temperature: float,
+    confidence: float = 0.0,
+    seed: int = 0,
+    batch_rows: int = 64,
+) -> Decoded:
+    """`count` sampled continuations of one prompt, every token of them through draft and verification.
+
+    Prefill stops before the prompt's last token, which then stands where prefill's token does (`tokens` of each draw
+    begins with it); so even the first token of the answer is a proposal judged, or its replacement.
+
+    Raises:
+        DataError: the prompt has fewer than two tokens.
+    """
+    if len(prompt) < 2:
+        raise DataError(f"a prompt of {len(prompt)} token(s)", do="draw from prompts of at least two tokens")
+    rule, clock, made = Rule.seeded(verifier.device, k, confidence, temperature, seed), _Clock(verifier.device), []
+    last = torch.tensor(prompt[-1:], device=verifier.device)
+    started = _prefill(verifier, [prompt[:-1]], max_tokens + 1, drafter, rule, clock, given=last)
+    for start in range(0, count, batch_rows):
+        some = copy.deepcopy(started)
+        rows = [_Row(i, len(prompt) - 1) for i in range(start, min(count, start + batch_rows))]
+        some.select(torch.zeros(len(rows), dtype=torch.long, device=verifier.device))
+        _go_on(verifier, some, rows, max_tokens + 1, drafter, rule, clock, given=True)
+        made += rows
+    return _decoded(made, clock)
+
+
+def _decoded(rows: Sequence[_Row], clock: _Clock) -> Decoded:
+    rows = sorted(rows, key=lambda row: row.place)
+    emitted = sum(len(row.tokens) - 1 for row in rows)
+    return Decoded([row.tokens for row in rows], [row.steps for row in rows], [row.prompt_tokens for row in rows], clock.parts, emitted)
 
 
 def _join(states: dict[int, torch.Tensor], ids: Sequence[int]) -> torch.Tensor:
     return torch.cat([states[i] for i in ids], dim=-1)
 
 
-def _decode_batch(verifier, prompts, rows, max_tokens, drafter, k, clock) -> None:
-    device, ends = verifier.device, verifier.end_ids
-    layer_ids = list(drafter.config.eagle_aux_hidden_state_layer_ids) if drafter else []
+def _layer_ids(drafter: Drafter | None) -> list[int]:
+    return list(drafter.config.eagle_aux_hidden_state_layer_ids) if drafter else []
+
+
+def _prefill(verifier, prompts, max_tokens, drafter, rule, clock, given=None) -> _Batch:
+    """Both caches filled with the prompts, and the token after each: the verifier's own, or the one given."""
+    device, layer_ids = verifier.device, _layer_ids(drafter)
     width = max(map(len, prompts))
     ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
     for b, prompt in enumerate(prompts):
         ids[b, : len(prompt)] = torch.tensor(prompt, device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     everyone = torch.arange(len(prompts), device=device)
-    cache, draft_cache = RowCache(width + max_tokens + k + 2), RowCache(width + max_tokens + k + 2)
+    cache, draft_cache = RowCache(width + max_tokens + rule.k + 2), RowCache(width + max_tokens + rule.k + 2)
     clock.lap("overhead")
     with verifier.capture(layer_ids) as states:
         # rows are padded on the right: causal attention keeps the padding out of every real position
         last_BH = verifier.decoder(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state[everyone, lengths - 1]
-        current = verifier.head(last_BH).argmax(-1)
+        current = rule.choose(verifier.head(last_BH)) if given is None else given
+        batch = _Batch(cache, draft_cache, lengths, current)
         cache.set_lengths(lengths)
         clock.lap("prefill")
-        hidden = None
         if drafter:
             joined = _join(states, layer_ids)
             shifted = torch.cat([ids[:, 1:], ids[:, :1]], dim=1)
             shifted[everyone, lengths - 1] = current
-            hidden = drafter.advance(draft_cache, shifted, drafter.features(joined))[everyone, lengths - 1]
+            batch.hidden = drafter.advance(draft_cache, shifted, drafter.features(joined))[everyone, lengths - 1]
             draft_cache.set_lengths(lengths)
             clock.lap("prefill")
-        for row, token in zip(rows, current.tolist(), strict=True):
-            row.tokens.append(token)
-        alive = list(rows)
-        done = torch.tensor([row.tokens[0] in ends or max_tokens == 1 for row in alive], device=device)
+    return batch
+
+
+def _go_on(verifier, batch, rows, max_tokens, drafter, rule, clock, given=False) -> None:
+    """Rounds until every row has ended; a token that was given ends nothing."""
+    device, ends, layer_ids = verifier.device, verifier.end_ids, _layer_ids(drafter)
+    everyone = torch.arange(len(rows), device=device)
+    for row, token in zip(rows, batch.current.tolist(), strict=True):
+        row.tokens.append(token)
+    alive = list(rows)
+    done = torch.tensor([(row.tokens[0] in ends and not given) or max_tokens == 1 for row in alive], device=device)
+    with verifier.capture(layer_ids) as states:
         while not bool(done.all()):
             if int(done.sum()) * 4 >= len(alive):
                 keep = (~done).nonzero().squeeze(1)
-                alive = [alive[b] for b in keep.tolist()]
-                cache.batch_select_indices(keep)
-                draft_cache.batch_select_indices(keep)
-                lengths, current, done = lengths[keep], current[keep], done[keep]
-                hidden = hidden[keep] if hidden is not None else None
-                cache.set_lengths(lengths)
-                draft_cache.set_lengths(lengths)
+                alive, done = [alive[b] for b in keep.tolist()], done[keep]
+                batch.select(keep)
                 everyone = torch.arange(len(alive), device=device)
+            cache, draft_cache, current = batch.cache, batch.draft_cache, batch.current
             clock.lap("overhead")
-            guesses = _draft(drafter, draft_cache, hidden, k) if drafter else current[:, None][:, :0]
+            proposed = propose(drafter, batch.draft_cache, current, batch.hidden, rule, ~done)
             clock.lap("draft")
-            asked = torch.cat([current[:, None], guesses], dim=1)
+            asked = torch.cat([current[:, None], proposed.guesses], dim=1)
             positions = cache.positions(len(alive), asked.shape[1], device)
             mask = cache.mask(len(alive), asked.shape[1], device)
             out = verifier.decoder(input_ids=asked, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True)
-            answers = verifier.head(out.last_hidden_state).argmax(-1)  # [B, K + 1]
-            agreed = (answers[:, :-1] == guesses).long().cumprod(1).sum(1)
+            agreed, answers = _judge(verifier.head(out.last_hidden_state), proposed, drafter, rule)
             clock.lap("verify")
-            finished = _record(alive, done.tolist(), guesses.tolist(), answers.tolist(), agreed.tolist(), ends, max_tokens)
+            finished = _record(alive, done.tolist(), proposed.lists(), answers.tolist(), agreed.tolist(), ends, max_tokens)
             # a finished row stands still until it leaves the batch
             grown = torch.where(done, 0, agreed + 1)
             if drafter:
-                draft_cache.set_lengths(lengths)
+                draft_cache.set_lengths(batch.lengths)
                 reach = int(agreed.max()) + 1
                 entries = drafter.advance(draft_cache, answers[:, :reach], drafter.features(_join(states, layer_ids)[:, :reach]))
-                hidden = entries[everyone, agreed]
-            current = answers[everyone, agreed]
-            lengths = lengths + grown
-            cache.set_lengths(lengths)
+                batch.hidden = entries[everyone, agreed]
+            batch.current, batch.lengths = answers[everyone, agreed], batch.lengths + grown
+            cache.set_lengths(batch.lengths)
             if drafter:
-                draft_cache.set_lengths(lengths)
+                draft_cache.set_lengths(batch.lengths)
                 clock.lap("draft")
             done = done | torch.tensor(finished, device=device)
             clock.lap("overhead")
 
 
-def _draft(drafter: Drafter, cache: RowCache, hidden_BH: torch.Tensor, k: int) -> torch.Tensor:
-    """K proposals per row [B, K] in verifier ids; `hidden_BH` is the state of each row's last entry."""
-    found = []
-    for step in range(k):
-        token = drafter.to_verifier[drafter.propose(hidden_BH).argmax(-1)]
-        found.append(token)
-        if step + 1 < k:
-            hidden_BH = drafter.advance(cache, token[:, None], hidden_BH[:, None])[:, 0]
-            cache.step(1)
-    return torch.stack(found, dim=1)
-
-
-@torch.inference_mode()
-def replay(drafter: Drafter, ids: Sequence[int], states_TC: torch.Tensor, first: int, k: int) -> list[dict[str, Any]]:
-    """The chain a live greedy decoder would run over the verifier's own text, from stored states, without a verifier.
-
-    Args:
-        ids: a row's token ids [T]; states_TC: its joined aux states [T, A*H], as stored.
-        first: index of the answer's first token, which prefill gives.
-
-    Returns:
-        steps as `decode` records them. Slots past the end of the text cannot be judged and are not drafted.
-    """
-    device = drafter.model.fc.weight.device
-    text = torch.tensor(list(ids), device=device)[None]
-    features = drafter.features(states_TC.to(device)[None])
-    cache, steps, at = RowCache(len(ids) + k + 1), [], first
-    hidden = drafter.advance(cache, text[:, 1 : at + 1], features[:, :at])[:, -1]
-    while at + 1 < len(ids):
-        room = min(k, len(ids) - 1 - at)
-        guesses = _draft(drafter, cache, hidden, room)[0].tolist()
-        m = next((i for i, guess in enumerate(guesses) if guess != ids[at + 1 + i]), room)
-        emitted = list(ids[at + 1 : at + m + 2])
-        steps.append({"drafted": guesses, "accepted": m, "emitted": emitted})
-        cache.set_lengths(torch.tensor([at], device=device))
-        grown = at + len(emitted)
-        hidden = drafter.advance(cache, text[:, at + 1 : grown + 1], features[:, at:grown])[:, -1]
-        at = grown
-    return steps
+def _judge(logits_BKV, proposed, drafter, rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many guesses of each row hold [B], and the tokens to emit up to the one after them [B, K + 1]."""
+    if rule.temperature:
+        p_BKV = rejection.probabilities(logits_BKV, rule.temperature)
+        return rejection.verify(p_BKV, proposed.q, proposed.own, proposed.drafted, drafter and drafter.to_verifier, rule.generator)
+    answers = logits_BKV.argmax(-1)
+    right = answers[:, :-1] == proposed.guesses
+    if proposed.drafted is not None:
+        right &= torch.arange(right.shape[1], device=right.device) < proposed.drafted[:, None]
+    return right.long().cumprod(1).sum(1), answers
 
 
 def _record(alive, done, guesses, answers, agreed, ends, max_tokens) -> list[bool]:
