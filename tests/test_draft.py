@@ -79,3 +79,12 @@ def test_a_missing_a_spoilt_and_an_incomplete_draft_are_three_errors(make_draft,
     draft.save(model, tmp_path / "b", attention="sdpa")
     with pytest.raises(DamagedInput, match="fc.weight"):
         draft.load(tmp_path / "b", tiny_folder)
+
+
+def test_rotary_frequencies_stay_exact_in_a_draft_loaded_in_bfloat16(make_draft, tiny_folder, tmp_path):
+    """They are rounded with the weights otherwise: SmolLM2 then turns 0.28 rad too far or too short over 200 tokens."""
+    model = make_draft()
+    draft.save(model, tmp_path, attention="sdpa")
+    again = draft.load(tmp_path, tiny_folder, dtype=torch.bfloat16)
+    assert again.fc.weight.dtype == torch.bfloat16
+    assert again.rotary_emb.inv_freq.dtype == torch.float32 and torch.equal(again.rotary_emb.inv_freq, model.rotary_emb.inv_freq)
