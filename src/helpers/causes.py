@@ -123,7 +123,7 @@ def rope(e: Evidence) -> Finding:
     if mine.max_position_embeddings < theirs.max_position_embeddings:
         faults.append(f"{mine.max_position_embeddings:,} positions, the verifier has {theirs.max_position_embeddings:,}")
     figure = f"base {_plain(bases[0])}, {mine.max_position_embeddings:,} positions, as the verifier"
-    figure += "" if turn is None else f"; angles {turn:.0e} rad apart at {reach:,} tokens"
+    figure += "" if turn is None else f"; angles {turn:.1g} rad apart at {reach:,} tokens"
     do = "take rope_parameters and max_position_embeddings from the verifier's config, keep inv_freq in float32, and train again"
     return Finding(not faults, "; ".join(faults) or figure, do)
 

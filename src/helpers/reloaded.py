@@ -127,8 +127,7 @@ def norm_flags(e: Evidence) -> Finding:
         pass
     told = []
     try:
-        places = e.places("training")[:FLAG_ROWS]
-        as_is = e.walked(places)
+        places, as_is = e.places("training")[:FLAG_ROWS], e.chains("training")
         for flag, holder in (("norm_before_residual", first), ("norm_output", config)):
             with _set((holder, flag, not now[flag])):
                 both = comparison.compare(e.walked(places), as_is, seed=e.parameters.seed)
