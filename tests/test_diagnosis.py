@@ -30,7 +30,7 @@ from helpers import (
 )
 from helpers.conversations import from_turns, prompt_ids
 
-LAYERS, K, ANSWER = [2, 4, 5], 3, 24
+LAYERS, K, ANSWER = [2, 4, 5], 3, 16
 WORDS = "rain river garden letter number window music paper history travel kitchen engine".split()
 MAKES = {cause.name: set(cause.makes) for cause in diagnosis.CAUSES}
 GATE = {"accept length, replayed": 3.9, "accept length, live": 3.8, "ceiling by vocabulary": 4.0, "K + 1": 4}
@@ -76,7 +76,7 @@ def learn(model, rows, places, folder):
     """Learn rows nearly by heart: the text of a random verifier cannot be guessed otherwise."""
     batch = forced._batch(rows, places, folder, model.fc.weight)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
-    for _ in range(80):
+    for _ in range(60):
         optimizer.zero_grad()
         ttt.forward(model.train(), **batch, ttt_steps=K)[1].backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -344,7 +344,12 @@ def test_counts_of_other_rows(run):
 
 def test_gradient_that_lacks_a_part(run, monkeypatch):
     right = ttt._kl
-    monkeypatch.setattr(ttt, "_kl", lambda *a: (right(*a)[0] * 1.01, *right(*a)[1:]))
+
+    def short(*arguments):
+        gradient, *others = right(*arguments)
+        return gradient * 0.99, *others
+
+    monkeypatch.setattr(ttt, "_kl", short)
     assert failing(run.walk()) == {"attention parity"}
 
 
