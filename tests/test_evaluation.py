@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import acceptance, costs, decoding, evaluation, params, speculative, speeds, verifier
-from helpers.errors import DataError
+from helpers.errors import DataError, MissingInput
 
 
 @pytest.fixture(scope="module")
@@ -217,3 +217,15 @@ def test_grouped_attention_equals_plain_attention_for_any_lengths(tiny):
         for b, row in enumerate(rows):
             alone = tiny.decoder(input_ids=torch.cat([row, more[b]])[None], use_cache=False).last_hidden_state[0, -4:]
             assert torch.allclose(out[b], alone, atol=1e-4)
+
+
+def test_the_draft_to_measure_is_the_runs_own_or_the_one_named(tmp_path):
+    own = tmp_path / "best"
+    assert evaluation.draft_folder(params.Parameters(), own) == own
+    other = tmp_path / "other"
+    with pytest.raises(MissingInput, match="no draft to measure") as caught:
+        evaluation.draft_folder(params.Parameters(evaluation_draft=str(other)), own)
+    assert "evaluation_draft" in caught.value.where
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    assert evaluation.draft_folder(params.Parameters(evaluation_draft=str(other)), own) == other

@@ -199,6 +199,16 @@ def map_rows(d2t: Any, t2d: Any, a: Anatomy) -> list[Row]:
     return rows
 
 
+def engine_of(folder: Path) -> str:
+    """The contract under which vLLM reads this draft as it is, by the form of its config.
+
+    Raises:
+        MissingInput, DataError: no config of a draft there.
+    """
+    form = formats.kind(formats.read_config(folder), shown(folder / "config.json"))
+    return next(name for name, c in CONTRACTS.items() if c.format == form and name.startswith("vllm"))
+
+
 def failed(rows: list[Row]) -> list[str]:
     """Lines for the rows that failed: what, found, what to do."""
     return [f"{what}: {found} ({do})" for what, passed, found, do in rows if passed is False]

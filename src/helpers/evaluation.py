@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from helpers import acceptance, comparison, distribution, draft, replaying, speculative, speeds
+from helpers import acceptance, comparison, distribution, draft, files, replaying, speculative, speeds
 from helpers.chains import ChainRecord, flatten
 from helpers.conversations import Prompt, prompt_ids, read_prompts
 from helpers.drafting import Drafter
-from helpers.errors import DataError
+from helpers.errors import DataError, MissingInput
 from helpers.extraction import batches
-from helpers.params import Parameters
+from helpers.params import Parameters, resolve
 from helpers.replaying import Foreseen
 from helpers.verifier import DTYPES, Verifier
 
@@ -40,6 +41,24 @@ def prompts(path: str, limit: int = 0) -> list[Prompt]:
             do="give every prompt a category, and at least two of them",
         )
     return found
+
+
+def draft_folder(parameters: Parameters, own: Path) -> Path:
+    """Where the draft to measure lies: the one that `evaluation_draft` names, else this run's `own`.
+
+    Raises:
+        MissingInput: it names no folder with a config.json.
+    """
+    if not parameters.evaluation_draft:
+        return own
+    folder = resolve(parameters.evaluation_draft)
+    if not (folder / "config.json").is_file():
+        raise MissingInput(
+            "no config.json there, so no draft to measure",
+            where=f"parameter evaluation_draft, {files.shown(folder)}",
+            do="name the folder of a speculators or EAGLE checkpoint, or leave it empty for this run's draft",
+        )
+    return folder
 
 
 def first_turns(verifier: Verifier, found: Sequence[Prompt], max_tokens: int, max_sequence_tokens: int) -> list[list[int]]:
@@ -101,7 +120,7 @@ def lossless(draft_model: Any, verifier: Verifier, found: Sequence[Prompt], para
         What `comparison.losslessness` gives, and `rates`: {batch, plain, speculative} in tokens per second, without prefill.
     """
     if dtype and DTYPES[dtype] != verifier.dtype:
-        verifier, draft_model = verifier.in_dtype(DTYPES[dtype]), copy.deepcopy(draft_model).to(DTYPES[dtype])
+        verifier, draft_model = verifier.in_dtype(DTYPES[dtype]), draft.in_dtype(copy.deepcopy(draft_model), DTYPES[dtype])
     drafter, batch = Drafter(draft_model), min(len(found), parameters.evaluation_batch_rows)
     ids = first_turns(verifier, found, parameters.lossless_tokens, parameters.max_sequence_tokens)
     plain, chained = speculative.decode_both(
@@ -126,7 +145,7 @@ def untrained(draft_model: Any, verifier: Verifier, seed: int) -> Drafter:
     # a draft of the whole vocabulary has no maps, and its new one ignores what it is given
     maps = [torch.zeros(0) if m is None else m.cpu() for m in (draft_model.d2t, draft_model.t2d)]
     model = draft.build(draft_model.config, *maps, seed=seed)
-    return Drafter(model.to(verifier.dtype).to(verifier.device).eval())
+    return Drafter(draft.in_dtype(model, verifier.dtype).to(verifier.device).eval())
 
 
 @torch.inference_mode()

@@ -82,6 +82,7 @@ class Parameters(BaseModel):
     noise_std: float = _p(0.0, "4", "standard deviation of Gaussian noise on training hidden states", ge=0.0, le=10.0)
 
     prompts_evaluation: str = _p("data/prompts/evaluation.jsonl", "15", "prompts the draft is measured on (JSONL with category)", min_length=1)
+    evaluation_draft: str = _p("", "5", "another draft to measure: folder of a speculators or EAGLE checkpoint; empty takes this run's")
     evaluation_prompts: Count = _p(64, "5", "first so many evaluation prompts; 0 takes all", ge=0)
     evaluation_max_tokens: Count = _p(96, "5", "longest answer in the evaluation, in tokens", ge=2)
     evaluation_batch_rows: Count = _p(32, "5", "conversations decoded at once", ge=1)
