@@ -6,7 +6,7 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from helpers import speculative, verifier
+from helpers import decoding, speculative, ttt, verifier
 from helpers.conversations import prompt_ids, read_prompts
 
 
@@ -133,3 +133,29 @@ def test_replay_over_stored_states_equals_live_decoding_step_by_step(tiny, promp
             assert a["drafted"] == b["drafted"][: len(a["drafted"])]
             seen += a["accepted"]
     assert seen > 0  # otherwise nothing but first guesses was compared
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_sliding_window_hides_at_decoding_what_it_hid_in_training(make_draft, make_batch, layers):
+    """Entries written at once, in pieces, or one by one: the states of the first training step, which sees the window alone."""
+    model = make_draft(window=6, draft_layers=layers).eval()
+    batch = make_batch([20], [[1] * 20]) | {"position_ids": torch.arange(1, 21)[None]}
+    seen = []
+    hook = model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        ttt.forward(model, **batch, ttt_steps=1)
+    hook.remove()
+    drafter = speculative.Drafter(model)
+    for pieces in ([20], [9, 4, 7], [1] * 20):
+        cache, found, at = decoding.RowCache(32), [], 0
+        for n in pieces:
+            with torch.no_grad():
+                features = drafter.features(batch["hidden_states"][:, at : at + n])
+                found.append(drafter.advance(cache, batch["input_ids"][:, at : at + n], features))
+            at += n
+        assert torch.allclose(torch.cat(found, 1)[0], seen[0], atol=1e-5), pieces
+    wide = make_draft(draft_layers=layers).eval()
+    with torch.no_grad():
+        other = speculative.Drafter(wide)
+        full = other.advance(decoding.RowCache(32), batch["input_ids"], other.features(batch["hidden_states"]))
+    assert not torch.allclose(full[0], seen[0], atol=1e-3)

@@ -113,7 +113,7 @@ def walk(batch: dict[str, torch.Tensor], guesses: Sequence[Sequence[int]], token
 
 def two_ways(config: Any, words: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> list[dict[str, Any]]:
     """Loss and gradient norms of the library's forward and of the fast step on one batch, float32, same weights."""
-    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).train()
+    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed, train_head=parameters.train_head).train()
     if config.transformer_layer_config._attn_implementation == "simple_flex_attention" and batch["input_ids"].device.type == "cpu":
         return []  # flex has no backward on a CPU, so there is nothing to hold the fast step against
     valid = int((batch["document_ids"] >= 0).sum())
@@ -185,7 +185,7 @@ def gate(
         loss before and after, steps, accept length replayed over the stored states and decoded live, and the K + 1 they are
         held against.
     """
-    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed).to(verifier.device).train()
+    model = draft.build(config, words.d2t, words.t2d, seed=parameters.seed, train_head=parameters.train_head).to(verifier.device).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.95))
     batch = {name: x.to(verifier.device) for name, x in packed(row, model.hidden_size).items()}
     arguments = training.step_arguments(parameters) | {"ttt_steps": max(parameters.train_ttt_steps, parameters.speculative_tokens)}
