@@ -58,6 +58,24 @@ class Sizes(NamedTuple):
     dense: bool = False  # block 0 of attention by explicit scores, where no fused kernel serves it
 
 
+# What is estimated beside every run: 56 heads of 128 and 8 key-value heads, since the verifier's latent attention gives none
+# to copy, the MLP of its dense layers, and a batch of 8,192 tokens of which three quarters are answers.
+KIMI_K2_5 = Sizes(
+    hidden=7168,
+    width=18432,
+    heads=56,
+    kv_heads=8,
+    head_dim=128,
+    layers=1,
+    aux=3,
+    vocabulary=163840,
+    draft_vocabulary=32000,
+    tokens=8192,
+    starts=6144,
+    steps=3,
+)
+
+
 def sizes(proposal: dict[str, Any], parameters: Parameters, *, starts: int, device: torch.device | None = None) -> Sizes:
     """Sizes of a run from the draft's config (notebook 03) and its parameters.
 
@@ -136,6 +154,7 @@ def parts(s: Sizes) -> dict[str, int]:
     targets = m * d * c
     block = min(ttt.ROWS, m) * d * (2 * c + 2 * FLOAT)
     passing = targets + block + (d * h * c if c < FLOAT else 0) + m * h * (FLOAT + 2 * c)
+    passing += d * h * c if s.train_head else 0
     if s.dense:
         passing += 3 * s.heads * m * n * FLOAT
     stepping = 4 * max(by_name.values()) * FLOAT if s.optimizer == "muon" else trained * FLOAT
@@ -153,6 +172,13 @@ def parts(s: Sizes) -> dict[str, int]:
 def peak(s: Sizes) -> int:
     """Expected peak in bytes."""
     return sum(parts(s).values())
+
+
+def rows(s: Sizes) -> list[dict[str, Any]]:
+    """Bytes by part for this run and for Kimi-K2.5's draft, the sum last."""
+    both = {"this run": parts(s), "Kimi-K2.5's draft": parts(KIMI_K2_5)}
+    table = [{"part": name} | {who: found[name] for who, found in both.items()} for name in parts(s)]
+    return [*table, {"part": "peak"} | {who: sum(found.values()) for who, found in both.items()}]
 
 
 def available(device: torch.device) -> float:
