@@ -34,6 +34,7 @@ from helpers.errors import WorkbookError
 from helpers.params import Parameters
 
 FLOAT = 4
+FORMATS = dict.fromkeys(("this run", "Kimi-K2.5's draft"), lambda b: f"{b / 1e6:,.0f}")  # of `rows`, in MB
 
 
 class Sizes(NamedTuple):
