@@ -6,7 +6,7 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from helpers import acceptance, drafting, replaying, speculative, verifier
+from helpers import acceptance, decoding, drafting, replaying, speculative, ttt, verifier
 from helpers.conversations import prompt_ids, read_prompts
 
 CONFIDENCE = 0.1  # between the certainties of this random draft, so that it stops at some places and not at others
@@ -162,3 +162,29 @@ def test_stopping_when_unsure_changes_the_drafting_and_not_the_output(tiny, prom
     records = found.records([str(i) for i in range(9)], ["c"] * 9, None)
     drafted = [n for r in records for n in r["drafted"]]
     assert [p["drafted"] for p in acceptance.by_position(records)] == [sum(n > i for n in drafted) for i in range(max(drafted))]
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_sliding_window_hides_at_decoding_what_it_hid_in_training(make_draft, make_batch, layers):
+    """Entries written at once, in pieces, or one by one: the states of the first training step, which sees the window alone."""
+    model = make_draft(window=6, draft_layers=layers).eval()
+    batch = make_batch([20], [[1] * 20]) | {"position_ids": torch.arange(1, 21)[None]}
+    seen = []
+    hook = model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        ttt.forward(model, **batch, ttt_steps=1)
+    hook.remove()
+    drafter = speculative.Drafter(model)
+    for pieces in ([20], [9, 4, 7], [1] * 20):
+        cache, found, at = decoding.RowCache(32), [], 0
+        for n in pieces:
+            with torch.no_grad():
+                features = drafter.features(batch["hidden_states"][:, at : at + n])
+                found.append(drafter.advance(cache, batch["input_ids"][:, at : at + n], features))
+            at += n
+        assert torch.allclose(torch.cat(found, 1)[0], seen[0], atol=1e-5), pieces
+    wide = make_draft(draft_layers=layers).eval()
+    with torch.no_grad():
+        other = speculative.Drafter(wide)
+        full = other.advance(decoding.RowCache(32), batch["input_ids"], other.features(batch["hidden_states"]))
+    assert not torch.allclose(full[0], seen[0], atol=1e-3)

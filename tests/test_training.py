@@ -5,58 +5,18 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from trained_rows import CPU, settings, store, trainer_for, weights
 
-from helpers import draft, extraction, params, training, ttt, vocab
-from helpers.conversations import from_turns
+from helpers import curves, draft, extraction, library_shim, training, ttt
 from helpers.errors import DamagedInput, DataError, WorkbookError
 from helpers.verifier import load
-
-CPU = torch.device("cpu")
-LAYERS = [2, 4, 5]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A stored dataset of twelve rows on the tiny verifier, in float32."""
     folder = tmp_path_factory.mktemp("data")
-    verifier = load("tiny", dtype="float32")
-    torch.manual_seed(0)
-    rows = [
-        from_turns(verifier.tokenizer, [(torch.randint(3, 500, (8,)).tolist(), torch.randint(3, 60, (24,)).tolist())]) for _ in range(12)
-    ]
-    extraction.save_dataset(rows, folder)
-    extraction.extract(verifier, rows, folder, LAYERS, batch_tokens=256, report=lambda _: None)
-    return folder, rows
-
-
-def settings(**changes):
-    base = {"verifier": "tiny", "verifier_dtype": "float32", "draft_vocab_size": 64, "train_batch_tokens": 64, "max_sequence_tokens": 64}
-    base |= {"answer_max_tokens": 24, "heldout_share": 0.25, "train_epochs": 2, "train_learning_rate": 3e-3}
-    return params.Parameters(**(base | changes))
-
-
-def model_for(made, tiny_folder, parameters):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(tiny_folder)
-    words = vocab.build(vocab.token_counts([(r.input_ids, r.loss_mask) for r in made[1]], 512), parameters.draft_vocab_size, 512)
-    proposal, _ = draft.propose(config, parameters, LAYERS)
-    return draft.build(draft.speculator_config(proposal, tiny_folder, "sdpa"), words.d2t, words.t2d, seed=parameters.seed).train()
-
-
-def trainer_for(made, tiny_folder, folder, data=None, report=lambda _: None, attention="ttt", **changes):
-    parameters = settings(**changes)
-    loaders = [
-        training.loader(training.dataset(data or made[0], parameters, split), parameters, 64, train=split == "train")
-        for split in ("train", "val")
-    ]
-    return training.make_trainer(
-        model_for(made, tiny_folder, parameters), parameters, *loaders, folder, attention=attention, device=CPU, report=report
-    )
-
-
-def weights(trainer):
-    return {n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad}
+    return folder, store(load("tiny", dtype="float32"), folder)
 
 
 def copy_of(folder, target):
@@ -210,4 +170,97 @@ def test_the_librarys_own_step_trains_too(made, tiny_folder, tmp_path):
 def test_another_speculators_version_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda _: "1.2.0")
     with pytest.raises(WorkbookError, match=r"1\.2\.0"):
-        training.shim(CPU)
+        library_shim.shim(CPU)
+
+
+def test_a_frozen_head_stays_a_trained_one_moves_and_is_reloaded_and_gone_on_from(made, tiny_folder, tmp_path):
+    frozen = trainer_for(made, tiny_folder, tmp_path / "frozen")
+    rows = frozen.model.lm_head.weight.clone()
+    frozen.run_training()
+    assert torch.equal(frozen.model.lm_head.weight, rows)
+    trained = trainer_for(made, tiny_folder, tmp_path / "trained", train_head=True)
+    trained.run_training()
+    head = trained.model.lm_head.weight
+    assert (head - rows).abs().max() > 1e-3
+    assert torch.equal(trained.model.verifier_lm_head.weight, rows)  # the targets stay the verifier's
+    kept = draft.load(tmp_path / "trained" / "best", tiny_folder)
+    assert (kept.lm_head.weight - rows).abs().max() > 1e-3
+    again = trainer_for(made, tiny_folder, tmp_path / "trained", train_head=True)
+    assert torch.equal(again.model.lm_head.weight, head) and again.model.lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_with_a_trained_head_and_the_papers_settings_is_exact(made, tiny_folder, tmp_path, optimizer):
+    changes = {"train_epochs": 2, "train_head": True, "train_betas": [0.9, 0.95], "train_clip": 0.5, "train_optimizer": optimizer}
+    whole = trainer_for(made, tiny_folder, tmp_path / "a", **changes)
+    whole.run_training()
+    first = trainer_for(made, tiny_folder, tmp_path / "b", **changes)
+    train = first.train_epoch
+    first.train_epoch = lambda epoch, **more: train(epoch, **more) if epoch < 1 else (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.run_training()
+    second = trainer_for(made, tiny_folder, tmp_path / "b", **changes)
+    second.run_training()
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(second)[name]), name
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_betas_arrive_in_the_optimiser_and_stay_after_resuming(made, tiny_folder, tmp_path, optimizer):
+    changes = {"train_optimizer": optimizer, "train_betas": [0.8, 0.95], "train_epochs": 1}
+    for _ in range(2):
+        trainer = trainer_for(made, tiny_folder, tmp_path, **changes)
+        adamw = [o for o in trainer.optimizers if isinstance(o, torch.optim.AdamW)]
+        assert [g["betas"] for o in adamw for g in o.param_groups] == [(0.8, 0.95)]
+        trainer.run_training()
+    plain = trainer_for(made, tiny_folder, tmp_path / "plain", train_optimizer=optimizer)
+    assert {g["betas"] for o in plain.optimizers if isinstance(o, torch.optim.AdamW) for g in o.param_groups} == {(0.9, 0.999)}
+
+
+@pytest.mark.parametrize(("clip", "norm"), [(1.0, 1.0), (0.25, 0.25)])
+def test_gradients_are_cut_to_the_asked_norm_before_the_optimiser_sees_them(made, tiny_folder, tmp_path, clip, norm):
+    trainer = trainer_for(made, tiny_folder, tmp_path, train_clip=clip, train_epochs=1)
+    seen = []
+    step = trainer.optimizers[0].step
+
+    def watched(*more):
+        seen.append(torch.nn.utils.get_total_norm([p.grad for p in trainer.model.parameters() if p.grad is not None]).item())
+        return step(*more)
+
+    trainer.optimizers[0].step = watched
+    trainer.model.fc.weight.register_hook(lambda grad: grad * 1e4)  # far above any clip
+    trainer.run_training()
+    assert seen and all(found == pytest.approx(norm, rel=1e-4) for found in seen)
+
+
+def test_muon_and_adamw_decay_by_their_own_parameters(made, tiny_folder, tmp_path):
+    trainer = trainer_for(made, tiny_folder, tmp_path, train_optimizer="muon", train_weight_decay=0.02, train_muon_weight_decay=0.1)
+    assert {type(o).__name__: o.param_groups[0]["weight_decay"] for o in trainer.optimizers} == {"Muon": 0.1, "AdamW": 0.02}
+
+
+@pytest.mark.parametrize("layer_type", ["llama", "qwen3"])
+def test_a_sliding_window_and_norms_for_each_state_train_and_survive_reload(made, tiny_folder, tmp_path, layer_type):
+    changes = {"draft_window": 6, "fc_norm": True, "draft_layer_type": layer_type, "train_epochs": 1}
+    trainer = trainer_for(made, tiny_folder, tmp_path, **changes)
+    trainer.run_training()
+    kept = draft.load(tmp_path / "best", tiny_folder)
+    assert (kept.sliding_window, kept.sliding_window_indices, len(kept.fc_norm)) == (6, [0], 3)
+    assert (kept.fc_norm[2].weight - 1.0).abs().max() > 0
+
+
+def test_the_norm_check_reads_the_float32_weights_that_were_trained(made, tiny_folder, tmp_path):
+    trainer = trainer_for(made, tiny_folder, tmp_path, train_epochs=2)
+    trainer.run_training()
+    verdict = {name: passed for name, passed, *_ in curves.checks(trainer, [])}
+    assert verdict["norm weights moved"]
+    with torch.no_grad():
+        trainer.model.norm.weight.copy_(trainer.norm_at_start)  # what training in pure bfloat16 leaves behind
+    assert not {name: passed for name, passed, *_ in curves.checks(trainer, [])}["norm weights moved"]
+
+
+def test_what_a_kill_left_half_written_is_cleared_away(made, tiny_folder, tmp_path):
+    half = tmp_path / "checkpoints" / ".4711.0"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_bytes(b"cut off")
+    trainer_for(made, tiny_folder, tmp_path).run_training()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 
 from helpers import files, plots
@@ -48,7 +47,7 @@ def figure(curve: list[dict[str, Any]], parameters: Parameters) -> Figure:
     )
 
 
-def summary(trainer: Any, best: Any, plan: dict[str, Any], gate: dict[str, Any]) -> dict[str, Any]:
+def summary(trainer: Any, plan: dict[str, Any], gate: dict[str, Any]) -> dict[str, Any]:
     """The run in numbers: steps, first and last loss, held-out predictions, throughput."""
     curve, seen = trainer.curve, held_out(trainer.curve)
     kept = max(seen, key=lambda r: r["accept_length"])
@@ -70,14 +69,13 @@ def summary(trainer: Any, best: Any, plan: dict[str, Any], gate: dict[str, Any])
     }
 
 
-def checks(trainer: Any, best: Any, both: list[dict[str, Any]]) -> list[tuple[str, bool | None, Any, str]]:
+def checks(trainer: Any, both: list[dict[str, Any]]) -> list[tuple[str, bool | None, Any, str]]:
     """Gates of the notebook: agreement with the library, falling loss, moving norms, acceptance that held."""
     curve, seen = trainer.curve, held_out(trainer.curve)
     tenth = max(1, len(curve) // 10)
     first, last = (sum(r["loss"] for r in part) / tenth for part in (curve[:tenth], curve[-tenth:]))
     worst = max((r["relative difference"] for r in both), default=None)
-    moved = (best.norm.weight.float() - 1.0).abs().max().item()
-    finite = all(torch.isfinite(p).all().item() for p in best.parameters())
+    moved = (trainer.model.norm.weight.detach() - trainer.norm_at_start.to(trainer.model.norm.weight)).abs().max().item()
     rises = seen[-1]["accept_length"] >= 0.9 * max(r["accept_length"] for r in seen)
     return [
         (
@@ -87,8 +85,8 @@ def checks(trainer: Any, best: Any, both: list[dict[str, Any]]) -> list[tuple[st
             "do not train: report both versions",
         ),
         ("training loss fell", last < first, f"{first:.3f} → {last:.3f}", "raise the learning rate or look at the mask in notebook 01"),
-        ("norm weights moved", moved > 1e-3, f"{moved:.3f} from 1", "weights have to be float32 while training"),
-        ("the kept draft is finite", finite, "all parameters", "run notebook 04 again"),
+        # in the float32 weights that were trained: the bfloat16 ones of the kept draft could have been rounded to where they began
+        ("norm weights moved", moved > 1e-3, f"{moved:.4f} at most", "weights have to be float32 while training"),
         (
             "accept length has not collapsed at the end",
             rises,

@@ -68,8 +68,13 @@ def propose(verifier_config: Any, parameters: Parameters, layer_ids: list[int]) 
         ("mlp_bias", False, "fixed"),
         ("use_cache", True, "fixed"),
     ]
+    if parameters.draft_window:
+        kind = ["sliding_attention"] * parameters.draft_layers
+        fields += [("sliding_window", parameters.draft_window, "parameter draft_window"), ("layer_types", kind, "parameter draft_window")]
     if parameters.draft_layer_type == "qwen3":
         fields = [f for f in fields if f[0] != "mlp_bias"]
+        if parameters.draft_window:  # its config drops the window otherwise
+            fields.append(("use_sliding_window", True, "parameter draft_window"))
     config = {name: value for name, value, _ in fields}
     rows = [{"field": name, "value": value, "from": origin} for name, value, origin in fields]
     extra = [
@@ -77,6 +82,7 @@ def propose(verifier_config: Any, parameters: Parameters, layer_ids: list[int]) 
         ("eagle_aux_hidden_state_layer_ids", layer_ids, "what notebook 01 stored"),
         ("norm_before_residual", parameters.norm_before_residual, "parameter"),
         ("norm_before_fc", parameters.norm_before_fc, "parameter"),
+        ("fc_norm", parameters.fc_norm, "parameter"),
         ("norm_output", parameters.norm_output, "parameter"),
         ("speculative_tokens", parameters.speculative_tokens, "parameter speculative_tokens, read by vLLM"),
     ]
@@ -99,6 +105,7 @@ def speculator_config(proposal: dict[str, Any], verifier_folder: Path | str, att
         draft_vocab_size=proposal["draft_vocab_size"],
         norm_before_residual=proposal["norm_before_residual"],
         norm_before_fc=proposal["norm_before_fc"],
+        fc_norm=proposal.get("fc_norm", False),
         norm_output=proposal["norm_output"],
         eagle_aux_hidden_state_layer_ids=proposal["eagle_aux_hidden_state_layer_ids"],
         speculators_config=SpeculatorsConfig(
@@ -110,8 +117,12 @@ def speculator_config(proposal: dict[str, Any], verifier_folder: Path | str, att
     )
 
 
-def build(config: Any, d2t: np.ndarray | torch.Tensor, t2d: np.ndarray | torch.Tensor, *, seed: int = 0) -> Any:
-    """A new draft in float32 with the verifier's embeddings, head and final norm loaded and frozen."""
+def build(config: Any, d2t: np.ndarray | torch.Tensor, t2d: np.ndarray | torch.Tensor, *, seed: int = 0, train_head: bool = False) -> Any:
+    """A new draft in float32 with the verifier's embeddings, head and final norm loaded and frozen.
+
+    Args:
+        train_head: let the head learn from there, as the paper does; the targets keep a frozen copy of the verifier's rows.
+    """
     from speculators.models.eagle3 import Eagle3DraftModel
 
     torch.manual_seed(seed)
@@ -121,6 +132,7 @@ def build(config: Any, d2t: np.ndarray | torch.Tensor, t2d: np.ndarray | torch.T
         # a missing final norm only warns there, and 1.0 in its place spoils every target
         warnings.filterwarnings("error", message="Could not find final norm")
         model.load_verifier_weights()
+    model.lm_head.weight.requires_grad_(train_head)  # the library freezes it at every load of the verifier's weights
     return model.float()
 
 

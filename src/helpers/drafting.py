@@ -55,13 +55,25 @@ class Drafter:
         """Run entries through the layers and write their keys; returns the states the next step reads, [B, T, H]."""
         rows, tokens = tokens_BT.shape
         slots = cache.positions(rows, tokens, tokens_BT.device)
-        mask = cache.mask(rows, tokens, tokens_BT.device) if cache.get_seq_length() else None
+        length = cache.get_seq_length()
+        mask = cache.mask(rows, tokens, tokens_BT.device) if length else None
+        near = self._window(mask, slots, (cache.longest if cache.starts is not None else length) + tokens)
         embeds = self.model.embed_tokens(tokens_BT).to(self.dtype)
         hidden = torch.cat([embeds, features_BTH], dim=-1)
         rotary = self.model.rotary_emb(hidden, slots + 1)
-        for layer in self.model.layers:
-            hidden = layer(hidden, attention_mask=mask, position_ids=slots + 1, past_key_values=cache, position_embeddings=rotary)
+        for i, layer in enumerate(self.model.layers):
+            seen = near if i in self.model.sliding_window_indices else mask
+            hidden = layer(hidden, attention_mask=seen, position_ids=slots + 1, past_key_values=cache, position_embeddings=rotary)
         return self.model.norm(hidden) if self.config.norm_output else hidden
+
+    def _window(self, mask: torch.Tensor | None, slots_BT: torch.Tensor, length: int) -> torch.Tensor | None:
+        """The mask [B, 1, T, length] of a layer with a sliding window; the plain one while the window holds everything."""
+        window = self.model.sliding_window
+        if not self.model.sliding_window_indices or length <= window:
+            return mask
+        key = torch.arange(length, device=slots_BT.device)
+        at = slots_BT[:, :, None]
+        return ((key <= at) & (key > at - window))[:, None]
 
     def propose(self, hidden_BH: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary [B, V_d]."""

@@ -12,8 +12,9 @@ from helpers.files import file_sha256, shown
 from helpers.params import STAGES, Parameters
 
 # The stage from which the *content* of a prompt file counts. Stage 01 reads the evaluation prompts only to check that
-# they share nothing with the training prompts, so editing them does not make the trained draft stale.
-CONTENT_FROM = {"prompts_train": STAGES[0], "prompts_evaluation": STAGES[4]}
+# they share nothing with the training prompts, so editing them does not make the trained draft stale. A draft that training
+# starts from counts by its weights.
+CONTENT_FROM = {"prompts_train": STAGES[0], "prompts_evaluation": STAGES[4], "draft_init": STAGES[3]}
 
 
 def run_folder(parameters: Parameters) -> Path:
@@ -27,10 +28,11 @@ def upto(name: str) -> tuple[str, ...]:
 
 
 def contents(name: str, parameters: Parameters) -> dict[str, dict[str, Any]]:
-    """Path, sha256 and bytes of each prompt file that counts for `name`; hub ids and absent files are left out."""
+    """Path, sha256 and bytes of each file that counts for `name`; hub ids and absent files are left out."""
     found = {}
     for parameter, first in CONTENT_FROM.items():
         path = params.resolve(getattr(parameters, parameter))
+        path = path / "model.safetensors" if path.is_dir() else path
         if first in upto(name) and path.is_file():
             found[parameter] = {"path": shown(path), "sha256": file_sha256(path, cached=True), "bytes": path.stat().st_size}
     return found

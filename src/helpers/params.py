@@ -62,16 +62,23 @@ class Parameters(BaseModel):
     draft_intermediate_size: Count = _p(0, "3", "width of the draft's MLP; 0 takes the verifier's", ge=0)
     draft_heads: Count = _p(0, "3", "attention heads of the draft; 0 takes the verifier's", ge=0)
     draft_kv_heads: Count = _p(0, "3", "key-value heads of the draft; 0 takes the verifier's", ge=0)
+    draft_window: Count = _p(0, "3", "sliding window of the draft's attention, in tokens; 0 sees everything", ge=0)
     norm_before_residual: bool = _p(True, "3", "residual starts from the normalised state")
     norm_before_fc: bool = _p(False, "3", "one norm over the joined states before the projection")
+    fc_norm: bool = _p(False, "3", "one norm per joined state before the projection (EAGLE-3.1)")
     norm_output: bool = _p(False, "3", "feed the normalised state back between steps (EAGLE-3.1)")
     attention: str = _p("auto", "3", "attention implementation; auto takes the fastest that passes every trial", min_length=1)
     attention_trial_tokens: list[Count] = _p([256, 1024, 2048], "3", "sequence lengths each implementation is timed at", min_length=1)
 
+    draft_init: str = _p("random", "4", "where the draft starts: random, verifier (its last layers), or the folder of a draft", min_length=1)
+    train_head: bool = _p(False, "34", "train the draft's head (the paper does); false keeps the verifier's rows")
     train_optimizer: Literal["adamw", "muon"] = _p("muon", "4", "optimiser of the matrices (muon leaves norms to adamw)")
     train_learning_rate: float = _p(1.0e-3, "4", "AdamW learning rate", gt=0.0, le=1.0)
     train_muon_learning_rate: float = _p(4.0e-3, "4", "Muon learning rate", gt=0.0, le=1.0)
-    train_weight_decay: float = _p(0.01, "4", "weight decay of both optimisers", ge=0.0, le=1.0)
+    train_weight_decay: float = _p(0.01, "4", "weight decay of AdamW", ge=0.0, le=1.0)
+    train_muon_weight_decay: float = _p(0.01, "4", "weight decay of Muon", ge=0.0, le=1.0)
+    train_betas: list[float] = _p([0.9, 0.999], "4", "AdamW's two averaging factors", min_length=2, max_length=2)
+    train_clip: float = _p(1.0, "4", "largest gradient norm (the library itself cuts at 1)", gt=0.0, le=1.0)
     train_scheduler: Literal["linear", "cosine", "none"] = _p("cosine", "4", "how the rate falls")
     train_warmup_ratio: float = _p(0.02, "4", "share of steps the rate rises over", ge=0.0, le=1.0)
     train_epochs: Count = _p(4, "4", "passes over the training conversations", ge=1)
@@ -112,6 +119,10 @@ class Parameters(BaseModel):
                 f"train_batch_tokens {self.train_batch_tokens} is below max_sequence_tokens {self.max_sequence_tokens}: "
                 "the trainer would cut longer conversations without a word"
             )
+        if self.norm_before_fc and self.fc_norm:
+            problems.append("norm_before_fc and fc_norm: one norm over the joined states or one for each, not both")
+        if any(not 0.0 <= b < 1.0 for b in self.train_betas):
+            problems.append(f"train_betas {self.train_betas}: each must lie in 0..1, below 1")
         if any(k < 1 or k > 16 for k in self.evaluation_k_values):
             problems.append(f"evaluation_k_values {self.evaluation_k_values}: each must lie in 1..16")
         if self.speculative_tokens not in self.evaluation_k_values:

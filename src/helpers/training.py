@@ -1,8 +1,9 @@
 """speculators' `Trainer`, made to run here: one shim, one subclass, no second copy of its loop.
 
 What is changed and why:
-- the library refuses or breaks on a CPU (device, timer, autocast): `shim` sets these in one place, guarded by version;
-- it keeps checkpoints and optimiser state in bfloat16: ours are exact, and written whole or not at all;
+- the library refuses or breaks on a CPU: `library_shim`;
+- it keeps checkpoints and optimiser state in bfloat16: `checkpoints`;
+- AdamW's betas and the clip are fixed in its code: set here after it has built the optimisers, and before they step;
 - it picks the best epoch by loss: ours by accept length predicted on held-out rows, since acceptance can fall while the
   loss still falls;
 - a NaN in a stored row or in a gradient ends its runs "OK" with every parameter NaN: here it stops and is named.
@@ -10,10 +11,8 @@ What is changed and why:
 
 from __future__ import annotations
 
-import copy
 import logging
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,68 +20,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from helpers import draft, files, ttt
+from helpers import checkpoints, files, library_shim, ttt
 from helpers.acceptance import predicted_accept_length
-from helpers.errors import DamagedInput, DataError, WorkbookError
+from helpers.errors import DamagedInput, DataError
 from helpers.params import Parameters
-
-SUPPORTED = ("0.9",)  # speculators versions whose private names the shim was written against
-
-
-def shim(device: torch.device) -> None:
-    """Point the library's trainer at `device`; on a CPU also replace its accelerator calls.
-
-    Raises:
-        WorkbookError: another speculators version, whose private names may mean something else.
-    """
-    import importlib.metadata
-
-    version = importlib.metadata.version("speculators")
-    if not version.startswith(SUPPORTED):
-        raise WorkbookError(
-            f"speculators {version} is installed; the training shim was written against {' and '.join(SUPPORTED)}",
-            where="helpers.training.shim",
-            do="install the pinned version (constraints.txt), or read the Trainer's seams again and extend SUPPORTED",
-        )
-    from speculators.train import checkpointer, distributed, trainer
-
-    # one quiet line per interval is ours to print; its progress bars would flood a rendered page
-    trainer.tqdm = lambda iterable, **_: iterable
-    logging.getLogger("speculators").setLevel(logging.WARNING)
-    if device.type == "cpu":
-        distributed._local_rank = "cpu"
-        checkpointer.get_current_device = lambda: "cpu"
-        trainer._StepTimer = _CpuTimer
-    else:
-        torch.cuda.set_device(device.index or 0)
-        distributed._local_rank = device.index or 0
-
-
-class _CpuTimer:
-    """The library's step timer without accelerator synchronisation."""
-
-    def __init__(self, enabled: bool = False):
-        self.enabled, self._marks = enabled, {}
-
-    def reset(self, enabled: bool) -> None:
-        self.enabled, self._marks = enabled, {}
-
-    def mark(self, name: str) -> None:
-        self._marks[name] = time.perf_counter()
-
-    def mark_value(self, name: str, value: float) -> None:
-        self._marks[name] = value
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def profile(self, num_tokens: int) -> dict[str, float] | None:
-        if not self.enabled:
-            return None
-        seconds = self._marks["opt"] - self._marks["start"]
-        fetch = self._marks["fetch"] - self._marks["start"]
-        return {"tokens_per_s": num_tokens / seconds, "step_ms": seconds * 1000, "fetch_frac": fetch / seconds}
-
 
 # --- data --------------------------------------------------------------------------------------------------------
 
@@ -114,6 +55,8 @@ def dataset(folder: Path, parameters: Parameters, split: str) -> Any:
     from speculators.train.graceful_shutdown import TrainingInterruptedError
 
     class Checked(ArrowDataset):
+        width: int | None = None  # of the first row read: a shard with other layers would only fail deep in the model
+
         def _get_raw_data(self, index: int) -> Any:
             where = files.shown(Path(folder) / "hidden_states" / f"hs_{self._map_to_file_idx(index)}.safetensors")
             mend = "run notebook 01 again: it redoes the rows that are damaged and keeps the others"
@@ -128,6 +71,11 @@ def dataset(folder: Path, parameters: Parameters, split: str) -> Any:
             for name in ("hidden_states", "verifier_last_hidden_states"):
                 if not torch.isfinite(row[name]).all():
                     raise DamagedInput(f"{name} holds NaN or infinity", where=where, do=mend)
+            found, hidden = row["hidden_states"].shape[1], row["verifier_last_hidden_states"].shape[1]
+            self.width = self.width or found
+            if found != self.width:
+                layers = f"{found // hidden} layers beside the last, other rows {self.width // hidden}"
+                raise DamagedInput(f"a stored row holds {layers}", where=where, do=mend)
             return row
 
     return Checked(
@@ -142,7 +90,11 @@ def dataset(folder: Path, parameters: Parameters, split: str) -> Any:
 
 
 def loader(data: Any, parameters: Parameters, hidden_size: int, *, train: bool) -> DataLoader:
-    """Packed batches of `train_batch_tokens`, by the library's sampler and collate function."""
+    """Packed batches of `train_batch_tokens`, by the library's sampler and collate function.
+
+    Raises:
+        DataError: a row is longer than a batch, or no token is supervised.
+    """
     from speculators.train.data import CollateFn
     from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
 
@@ -153,55 +105,18 @@ def loader(data: Any, parameters: Parameters, hidden_size: int, *, train: bool) 
             where="parameter train_batch_tokens",
             do=f"raise it to {max(data.approx_lengths)} or more",
         )
+    if not any(bool(row["loss_mask"][1:].any()) for row in data.data.select_columns("loss_mask")):
+        split = "training" if train else "held-out"
+        raise DataError(
+            f"no token of the {len(data)} {split} conversations is supervised: the loss would be 0 and look like the best",
+            where="loss_mask of 01_extraction/dataset",
+            do="look at the mask in notebook 01; with few conversations, raise heldout_share",
+        )
     sampler = MultipackDistributedBatchSamplerV2(parameters.train_batch_tokens, data.approx_lengths, 1, 0, seed=parameters.seed)
     collate = CollateFn(
         parameters.train_batch_tokens, hidden_size, dtype=data.hidden_states_dtype, preprocess=Noise(parameters.noise_std if train else 0.0)
     )
     return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
-
-
-# --- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def _exact_checkpointer(path: str) -> Any:
-    """A checkpointer with float32 weights and exact optimiser state, each checkpoint whole or absent."""
-    from speculators.train.checkpointer import SingleGPUCheckpointer
-
-    class Exact(SingleGPUCheckpointer):
-        def _get_previous_epoch(self) -> int:
-            done = (
-                [int(d.name) for d in self.path.iterdir() if d.name.isdigit() and (d / "complete").exists()] if self.path.exists() else []
-            )
-            return max(done, default=-1)
-
-        def write(self, epoch: int, model: Any, optimizers: list, schedulers: list, state: dict[str, Any]) -> None:
-            """Save everything into a scratch folder, then move it into place and drop the older checkpoint."""
-            with files.atomic(self.path / str(epoch)) as scratch:
-                scratch.mkdir(parents=True)
-                model.save_pretrained(scratch)
-                torch.save([o.state_dict() for o in optimizers], scratch / "optimizer_state_dict.pt")
-                torch.save([s.state_dict() for s in schedulers], scratch / "scheduler_state_dict.pt")
-                files.write_json(scratch / "training_state.json", state)
-                (scratch / "complete").touch()
-            for old in self.path.iterdir():
-                if old.name.isdigit() and int(old.name) < epoch:
-                    shutil.rmtree(old)
-
-        def _read(self, path: Path) -> Any:
-            return torch.load(path, weights_only=True, map_location="cpu")  # the run may have begun on another device
-
-        def load_optimizer_state_dict(self, model, optimizer, float_dtype=None):
-            for opt, saved in zip(optimizer, self._read(self.optimizer_path(self.previous_epoch)), strict=True):
-                opt.load_state_dict(saved)
-
-        def load_scheduler_state_dict(self, scheduler):
-            for one, saved in zip(scheduler, self._read(self.scheduler_path(self.previous_epoch)), strict=True):
-                one.load_state_dict(saved)
-                # building the scheduler has already moved the rates; the saved ones are the ones to go on with
-                for group, rate in zip(one.optimizer.param_groups, one.get_last_lr(), strict=True):
-                    group["lr"] = rate
-
-    return Exact(path)
 
 
 # --- the trainer -------------------------------------------------------------------------------------------------
@@ -218,6 +133,7 @@ def make_trainer(
     device: torch.device,
     report: Callable[[str], None] = print,
     on_curve: Callable[[list[dict[str, Any]]], None] | None = None,
+    facts: dict[str, Any] | None = None,
 ) -> Any:
     """The `Trainer` subclass, ready to run; it resumes from `folder/checkpoints` if one is complete there.
 
@@ -225,13 +141,25 @@ def make_trainer(
         model: a draft from `draft.build` with `draft.library_attention(attention)`.
         attention: the choice of notebook 03, stored with every draft saved; `ttt` binds our step, others leave the library's.
         on_curve: called with all curve rows after each epoch (a live figure).
+        facts: what the kept draft should say of itself besides epoch, step and accept length (where it started).
+
+    Raises:
+        DataError: the stored rows hold other layers than the draft reads.
     """
-    shim(device)
+    library_shim.shim(device)
     from speculators.train import trainer as library
 
     if parameters.recompute:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
+    width = train_loader.dataset[0]["hidden_states"].shape[1]
+    if width != model.fc.in_features:
+        raise DataError(
+            f"the stored rows hold {width // model.hidden_size} layers of {model.hidden_size}, "
+            f"the draft reads {model.fc.in_features // model.hidden_size}",
+            where="01_extraction/dataset/hidden_states",
+            do="run the notebooks from 01 on with one list of aux_layer_ids",
+        )
     steps = step_arguments(parameters)
     config = library.TrainerConfig(
         lr=parameters.train_learning_rate,
@@ -243,7 +171,7 @@ def make_trainer(
         optimizer=parameters.train_optimizer,
         weight_decay=parameters.train_weight_decay,
         muon_lr=parameters.train_muon_learning_rate,
-        muon_weight_decay=parameters.train_weight_decay,
+        muon_weight_decay=parameters.train_muon_weight_decay,
         scheduler_type=parameters.train_scheduler,
         scheduler_warmup_ratio=parameters.train_warmup_ratio,
         hidden_states_dtype=torch.bfloat16 if parameters.verifier_dtype != "float32" else torch.float32,
@@ -252,7 +180,7 @@ def make_trainer(
 
     class DraftTrainer(library.Trainer):
         def setup_trainer(self):
-            self.checkpointer = _exact_checkpointer(config.save_path)
+            self.checkpointer = checkpoints.exact_checkpointer(config.save_path)
             super().setup_trainer()
             self.curve, self.best, self.best_epoch = [], 0.0, -1
             if self.checkpointer.previous_epoch != -1:
@@ -262,7 +190,15 @@ def make_trainer(
 
         def setup_model(self):
             self.device_type = device.type
+            self.norm_at_start = self.model.norm.weight.detach().clone()
             super().setup_model()
+
+        def setup_optimizer(self):
+            super().setup_optimizer()
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, torch.optim.AdamW):
+                    for group in optimizer.param_groups:
+                        group["betas"] = tuple(parameters.train_betas)
 
         def _optimizers_step(self):
             grads = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -273,6 +209,8 @@ def make_trainer(
                     where="notebook 04, training",
                     do="lower the learning rate; if it persists, `workbook check` looks for damaged rows",
                 )
+            if parameters.train_clip < 1.0:  # the library has cut at 1.0 already
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), parameters.train_clip)
             super()._optimizers_step()
 
         def train_epoch(self, epoch, *, step_callback=None):
@@ -320,9 +258,8 @@ def make_trainer(
             reached = val_metrics["predicted_accept_length"]
             if reached > self.best:
                 self.best, self.best_epoch = reached, epoch
-                _save_best(
-                    self.model, folder / "best", attention, {"epoch": epoch, "step": self.global_step, "predicted_accept_length": reached}
-                )
+                made = {"epoch": epoch, "step": self.global_step, "predicted_accept_length": reached}
+                checkpoints.save_best(self.model, folder / "best", attention, made | (facts or {}))
             state = {"epoch": epoch, "local_step": 0, "global_step": self.global_step}
             state |= {"best": self.best, "best_epoch": self.best_epoch, "curve": self.curve}
             self.checkpointer.write(epoch, self.model, self.optimizers, self.schedulers, state)
@@ -355,19 +292,6 @@ def _full_head(model: Any, device: torch.device, dtype: torch.dtype) -> torch.Te
 
     found = load_model_layers(["lm_head.weight", "embed_tokens.weight"], model.config.speculators_config.verifier.name_or_path)
     return found.get("lm_head.weight", found["embed_tokens.weight"]).to(device, dtype)
-
-
-def _save_best(model: Any, folder: Path, attention: str, facts: dict[str, Any]) -> None:
-    """Replace the best draft: bfloat16 as it is served, written beside and swapped in."""
-    head, step = getattr(model, "full_head", None), model.__dict__.pop("forward", None)
-    model.full_head = None
-    try:
-        with files.atomic(folder) as scratch:
-            draft.save(copy.deepcopy(model).to(torch.bfloat16), scratch, attention=attention, facts=facts)
-    finally:
-        model.full_head = head
-        if step is not None:
-            model.forward = step
 
 
 def autocast(device: torch.device, parameters: Parameters) -> Any:

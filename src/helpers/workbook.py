@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from helpers import environment, kernels, manifest, params, runner, stamps
+from helpers import environment, kernels, manifest, params, profiles, runner, stamps
 from helpers.errors import MissingInput, WorkbookError
 from helpers.files import shown
 from helpers.params import ROOT, STAGES, Parameters
@@ -116,6 +116,9 @@ def parameter_rows() -> list[tuple[str, str, str, str, str]]:
 
 
 def _params(arguments: argparse.Namespace) -> int:
+    if arguments.profile:
+        print(profiles.lines(arguments.profile))
+        return 0
     rows = [("parameter", "type and range", "default", "notebooks", "meaning"), *parameter_rows()]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for row in rows:
@@ -167,7 +170,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True, choices=("speculators", "eagle"), help="speculators: vLLM; eagle: SGLang and vLLM")
     export.add_argument("--engine", action="append", default=[], choices=("vllm", "sglang"), help="refuse unless this engine can serve it")
     export.add_argument("--out", metavar="FOLDER", help="where to write it (data/runs/<run>/exports/<format>)")
-    add("params", _params, "every parameter: type, range, default, notebooks, meaning")
+    listed = add("params", _params, "every parameter: type, range, default, notebooks, meaning")
+    listed.add_argument("--profile", metavar="NAME", help=f"instead the lines of a published recipe: {', '.join(profiles.PROFILES)}")
     fetch = add("fetch", _fetch, "put the verifier on this disk, once; offline afterwards")
     fetch.add_argument("verifier", nargs="?", default=Parameters.model_fields["verifier"].default, metavar="VERIFIER|PARAMS")
     add("doctor", _doctor, "check versions, device, kernel, disk and memory for what is known to go wrong")
