@@ -38,9 +38,7 @@ class Line:
         return self.ratio >= float(limit) if sign == ">=" else self.ratio <= float(limit)
 
 
-def compared(
-    benchmark: str, name: str, unit: str, ours: Sequence[float], other: Sequence[float], *, against: str, aim: str = ""
-) -> Line:
+def compared(benchmark: str, name: str, unit: str, ours: Sequence[float], other: Sequence[float], *, against: str, aim: str = "") -> Line:
     """A line from paired rounds: medians of both, their ratio, and the ratios of single rounds as spread.
 
     Args:

@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 
 import lines
+
 from helpers.errors import ParameterError
 
 HERE = Path(__file__).parent

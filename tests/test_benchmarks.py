@@ -62,10 +62,9 @@ def test_the_table_has_a_row_for_each_line_and_says_what_was_missed():
 
 def test_results_are_kept_and_only_what_was_measured_again_changes(tmp_path):
     path = tmp_path / "results.json"
-    old = [lines.compared("b", name, "s", [1], [2], against="y") for name in ("x", "z")] + [lines.compared("a", "x", "s", [1], [1], against="y")]
-    lines.keep(path, old)
+    lines.keep(path, [lines.compared(*at, "s", [1], [2], against="y") for at in (("b", "x"), ("b", "z"), ("a", "x"))])
     lines.keep(path, [lines.compared("b", "x", "s", [3], [2], against="y")])
-    assert [(line.benchmark, line.name, line.ratio) for line in lines.read(path)] == [("a", "x", 1.0), ("b", "z", 0.5), ("b", "x", 1.5)]
+    assert [(line.benchmark, line.name, line.ratio) for line in lines.read(path)] == [("a", "x", 0.5), ("b", "z", 0.5), ("b", "x", 1.5)]
 
 
 def test_the_machine_is_told_without_its_name():
