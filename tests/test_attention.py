@@ -19,6 +19,7 @@ from helpers import (
     attention_trial,
     decoding,
     draft,
+    flash,
     params,
     probe,
     registry,
@@ -188,8 +189,8 @@ def test_a_scaled_query_gradient_is_found_though_outputs_are_exact(job, register
 
 def test_a_gradient_dropped_through_the_log_sum_exp_is_found(job, monkeypatch):
     """The fault other trainers had: forward exact, query and key gradients wrong."""
-    kept = ttt._backward0
-    monkeypatch.setattr(ttt, "_backward0", lambda d, q, k, v, out, lse, *a: kept(d, q, k, v, torch.zeros_like(out), lse, *a))
+    kept = flash._backward0
+    monkeypatch.setattr(flash, "_backward0", lambda d, q, k, v, out, lse, *a: kept(d, q, k, v, torch.zeros_like(out), lse, *a))
     found = attention_checks.check(entry("ttt"), job)
     assert found["float32"]["output"] < 1e-6
     assert found["faults"][0].startswith("wrong gradients")
