@@ -23,7 +23,6 @@ from helpers import (
     params,
     probe,
     registry,
-    ttt,
 )
 from helpers.errors import AttentionError
 
@@ -370,6 +369,12 @@ LATE = {"tokens": 512, "seconds": None, "note": "not enough memory"}
 def test_verdicts_follow_from_what_was_found(found, usable, reason):
     verdict = attention.judge(found)
     assert verdict["usable"] is usable and reason in verdict["reason"]
+
+
+def test_where_the_fused_kernel_cannot_serve_the_verdict_on_ours_says_so():
+    assert attention.without_kernel(CPU, "bfloat16", 64) == ""
+    assert "does not take float16" in attention.without_kernel(CPU, "float16", 64)
+    assert "multiples of 8 up to 256, not 90" in attention.without_kernel(torch.device("cuda"), "bfloat16", 90)
 
 
 def test_tables_hold_a_row_for_each_entry_that_was_tried():

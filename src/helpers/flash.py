@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from helpers.errors import AttentionError
+
 
 class Segment(NamedTuple):
     """A run of consecutive queries [start, stop) of the document that begins at `document`; its first row among the queries."""
@@ -244,7 +246,11 @@ def _forward_cuda(q_MQD, k_NGD, v_NGD, segments, scale, window):
         q_MQD[:rows].contiguous(), k, v, n.queries, n.keys, n.most_queries, n.most_keys, 0.0, True, False, scale=scale, **_window(window)
     )
     if lse.shape != (q_MQD.shape[1], rows):
-        raise RuntimeError(f"aten::_flash_attention_forward gave a log-sum-exp of shape {tuple(lse.shape)}")
+        raise AttentionError(
+            f"aten::_flash_attention_forward gave a log-sum-exp of shape {tuple(lse.shape)}, not [heads, queries] {(q_MQD.shape[1], rows)}",
+            where=f"torch {torch.__version__}",
+            do="install the pinned torch, or choose another attention",
+        )
     if rows < q_MQD.shape[0]:  # rows after all segments are padding
         out = torch.cat([out, out.new_zeros(q_MQD.shape[0] - rows, *out.shape[1:])])
         lse = torch.cat([lse, lse.new_zeros(lse.shape[0], q_MQD.shape[0] - rows)], 1)
