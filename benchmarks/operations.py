@@ -13,13 +13,18 @@ from helpers.ttt import Plan
 
 
 class Product(NamedTuple):
-    """`times` products [rows, inner] @ [inner, columns]."""
+    """`times` products [rows, inner] @ [inner, columns].
+
+    `stored` says how the operands lie in memory, as the step has them: "nt" the second one transposed (a layer's forward), "nn" neither
+    (its input's gradient), "tn" the first one (its weight's gradient).
+    """
 
     name: str
     rows: int
     inner: int
     columns: int
     times: int = 1
+    stored: str = "nt"
 
     @property
     def operations(self) -> int:
@@ -42,9 +47,9 @@ def _linear(name: str, rows: int, inner: int, columns: int, times: int, backward
     """A linear layer forward, and backward towards its input (x) and its weight (w)."""
     found = [Product(name, rows, inner, columns, times)]
     if "x" in backward:
-        found.append(Product(f"{name}, input's gradient", rows, columns, inner, times))
+        found.append(Product(f"{name}, input's gradient", rows, columns, inner, times, "nn"))
     if "w" in backward:
-        found.append(Product(f"{name}, weight's gradient", columns, rows, inner, times))
+        found.append(Product(f"{name}, weight's gradient", columns, rows, inner, times, "tn"))
     return found
 
 
@@ -71,13 +76,23 @@ def products(plan: Plan, positions: int, supervised: int, s: Shape) -> list[Prod
     return [product for product in found if product.operations]
 
 
-def attention(plan: Plan, s: Shape) -> int:
-    """Operations of block 0's attention: 2 products a (query, key) pair forward, 5 backward (scores are computed again)."""
-    pairs = 0
+def attention(plan: Plan, s: Shape) -> list[Product]:
+    """Block 0's products: 2 forward, and 5 backward, where scores are computed again.
+
+    The queries of a segment's group of heads are the rows. Of its own keys a query sees those up to itself: half of them, which is
+    the number counted here (to half a key).
+    """
+    found = []
     for segment in plan.segments:
         length, prefix = segment.stop - segment.start, segment.start - segment.document
-        pairs += length * prefix + length * (length + 1) // 2
-    return len(plan.targets) * 7 * 2 * pairs * s.heads * s.head_dim
+        rows, keys, width = length * s.heads // s.kv_heads, prefix + (length + 1) // 2, s.head_dim
+        times = len(plan.targets) * s.kv_heads
+        found += [
+            Product("scores, again in the backward, and towards values", rows, width, keys, 3 * times, "nt"),
+            Product("values, and queries' gradient", rows, keys, width, 2 * times, "nn"),
+            Product("keys' and values' gradient", keys, rows, width, 2 * times, "tn"),
+        ]
+    return found
 
 
 def total(found: Sequence[Product]) -> int:

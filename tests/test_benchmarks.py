@@ -107,7 +107,14 @@ def test_counted_products_are_those_the_step_performs(small):
 def test_attention_is_counted_by_the_pairs_it_sees():
     # one document of 5 tokens, the last 3 supervised: with one step starts 2, 3, 4 see 3, 4 and 5 keys
     plan = ttt.plan(torch.zeros(5, dtype=torch.long), torch.tensor([0, 0, 1, 1, 1]), 1)
-    assert operations.attention(plan, SMALL) == (3 + 4 + 5) * 6 * 4 * 2 * 7
+    assert operations.total(operations.attention(plan, SMALL)) == (3 + 4 + 5) * 6 * 4 * 2 * 7
+
+
+def test_products_are_run_alone_as_often_as_they_are_counted():
+    found = [operations.Product("x", 5, 3, 4, 2, stored) for stored in ("nt", "nn", "tn", "tn")]
+    with FlopCounterMode(display=False) as counter:
+        training.multiplier(found)()
+    assert counter.get_total_flops() == operations.total(found) == 4 * 2 * 2 * 5 * 3 * 4
 
 
 def test_rows_hold_the_same_documents():

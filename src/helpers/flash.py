@@ -48,6 +48,7 @@ PAIRS = {
     "cpu": ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     "cuda": ("_flash_attention_forward", "_flash_attention_backward"),
 }
+SHORT = 512  # keys
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float64), "cuda": (torch.float16, torch.bfloat16)}
 
 
@@ -169,9 +170,19 @@ def _dense_scores(q, k, causal, mask, scale):
     return scores if mask is None else scores + mask
 
 
+def _width(k: torch.Tensor) -> torch.dtype:
+    return torch.float32 if k.dtype == torch.bfloat16 and k.shape[2] <= SHORT else k.dtype
+
+
+def _widened(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Few keys go in float32: there the kernel's backward takes 1.5 to 3 times as long in bfloat16."""
+    return [x.to(_width(k)) for x in (q, k, *others)]
+
+
 def _forward0(q, k, v, causal, mask, scale):
     """(out [1, Q, n, D], lse [1, Q, n] float32) of one kernel call over heads-first tensors."""
     if fused(q.device, q.dtype, q.shape[-1]):
+        mask, (q, k, v) = None if mask is None else mask.to(_width(k)), _widened(q, k, v)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
     scores = _dense_scores(q.float(), k.float(), causal, mask, scale)
     lse = scores.logsumexp(-1)
@@ -182,6 +193,7 @@ def _forward0(q, k, v, causal, mask, scale):
 def _backward0(d_out, q, k, v, out, lse, causal, mask, scale):
     """Gradients of q, k, v through one part, given the merged out and lse."""
     if fused(q.device, q.dtype, q.shape[-1]):
+        mask, (q, k, v, d_out, out) = None if mask is None else mask.to(_width(k)), _widened(q, k, v, d_out, out)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
