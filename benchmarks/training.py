@@ -10,7 +10,6 @@ built model. All rows: about eight minutes on two quiet cores, most of it the li
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -201,7 +200,6 @@ def measure(part: str | None, report: Callable[[str], None]) -> list[Line]:
                     label = f"{name} memory" + ", eager" * (s == "eager")
                     found[name].append(compared("training", label, "MB", [peak["ours"]], [peak[s]], against=against, aim=aim))
     if kind != "memory":
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         model = draft()
         for name, row in rows.items():
             found[name] = timed(name, row, model, report) + found[name]

@@ -7,9 +7,10 @@ from helpers import flash
 from helpers.flash import Segment
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-# a prompt of 4 before an answer of 3, one more answer in the same document, a document that is all answer
-SEGMENTS = [Segment(0, 4, 7, 0), Segment(0, 9, 11, 3), Segment(11, 11, 16, 5)]
-ROWS, POSITIONS = 10, 16
+# a prompt of 4 before an answer of 3, one more answer in the same document, a document that is all answer,
+# and one behind a prompt short enough that its queries are moved behind rows of zeros
+SEGMENTS = [Segment(0, 4, 7, 0), Segment(0, 9, 11, 3), Segment(11, 11, 16, 5), Segment(16, 17, 20, 10)]
+ROWS, POSITIONS = 13, 20
 
 
 @pytest.fixture
@@ -95,10 +96,10 @@ def test_an_old_gpu_is_told(monkeypatch):
 
 def test_cumulative_lengths_give_each_segment_its_documents_keys_up_to_its_last_query():
     found = flash.lengths(SEGMENTS, POSITIONS, CPU)
-    assert found.queries.tolist() == [0, 3, 5, 10] and found.queries.dtype == torch.int32
-    assert found.keys.tolist() == [0, 7, 18, 23] and found.keys.dtype == torch.int32
-    assert (found.most_queries, found.most_keys, found.rows) == (5, 11, 10)
-    assert found.index.tolist() == [*range(7), *range(11), *range(11, 16)]
+    assert found.queries.tolist() == [0, 3, 5, 10, 13] and found.queries.dtype == torch.int32
+    assert found.keys.tolist() == [0, 7, 18, 23, 27] and found.keys.dtype == torch.int32
+    assert (found.most_queries, found.most_keys, found.rows) == (5, 11, 13)
+    assert found.index.tolist() == [*range(7), *range(11), *range(11, 20)]
 
 
 def test_documents_that_are_packed_without_a_gap_need_no_copy_of_the_keys():
@@ -185,7 +186,7 @@ def test_the_cuda_path_computes_the_same_through_a_kernel_that_keeps_the_contrac
 def test_the_real_operators_take_the_arguments_they_are_given(window):
     # meta tensors go through the operators' own schemas and shape rules, without a GPU
     q, k, v = (x.to("meta") for x in tensors(torch.bfloat16))
-    segments = [Segment(0, 0, 6, 0), Segment(6, 10, 14, 6)]  # no index: meta tensors hold none
+    segments = [Segment(0, 0, 6, 0), Segment(6, 7, 14, 6)]  # no index: meta tensors hold none
     out, lse, kept = flash._forward_cuda(q, k[:14], v[:14], segments, 0.3, window)
     assert out.shape == q.shape and lse.shape == (ROWS, 4) and lse.dtype == torch.float32
     gradients = flash._backward_cuda(q, q, k[:14], v[:14], out, lse, segments, 0.3, window, kept)

@@ -48,7 +48,7 @@ PAIRS = {
     "cpu": ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     "cuda": ("_flash_attention_forward", "_flash_attention_backward"),
 }
-SHORT = 512  # keys
+SHORT = 512  # keys: up to here a CPU computes bfloat16 in float32
 DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float64), "cuda": (torch.float16, torch.bfloat16)}
 
 
@@ -97,9 +97,10 @@ def forward(q_MQD, k_NGD, v_NGD, segments: Sequence[Segment], scale: float, wind
     for segment in segments:
         rows = slice(segment.row, segment.row + segment.stop - segment.start)
         q, merged = _heads_first(q_MQD[rows]), None
-        for first, last, causal, mask in _parts(segment, window, k_NGD):
-            o, part = _forward0(q, _heads_first(k_NGD[first:last]), _heads_first(v_NGD[first:last]), causal, mask, scale)
-            o, part = o[0].transpose(0, 1), part[0].transpose(0, 1).float()
+        for first, last, ahead, causal, mask in _parts(segment, window, k_NGD):
+            k, v = _heads_first(k_NGD[first:last]), _heads_first(v_NGD[first:last])
+            o, part = _forward0(_behind(ahead, q), k, v, causal, mask, scale)
+            o, part = o[0, :, ahead:].transpose(0, 1), part[0, :, ahead:].transpose(0, 1).float()
             if merged is None:
                 merged = o, part
             else:
@@ -125,13 +126,17 @@ def backward(d_MQD, q_MQD, k_NGD, v_NGD, out, lse, segments, scale: float, windo
     for segment in segments:
         rows = slice(segment.row, segment.row + segment.stop - segment.start)
         q, d, o = (_heads_first(x[rows]) for x in (q_MQD, d_MQD, out))
-        own_lse = lse[rows].transpose(0, 1)[None].contiguous()
-        for first, last, causal, mask in _parts(segment, window, k_NGD):
+        own_lse, total = lse[rows].transpose(0, 1)[None], None
+        for first, last, ahead, causal, mask in _parts(segment, window, k_NGD):
             k, v = _heads_first(k_NGD[first:last]), _heads_first(v_NGD[first:last])
-            gq, gk, gv = _backward0(d, q, k, v, o, own_lse, causal, mask, scale)
-            dq[rows] += gq[0].transpose(0, 1)
+            # with a large log-sum-exp the rows put ahead have no probability, and so no gradient
+            padded = torch.nn.functional.pad(own_lse, (ahead, 0), value=1e4).contiguous()
+            gq, gk, gv = _backward0(_behind(ahead, d), _behind(ahead, q), k, v, _behind(ahead, o), padded, causal, mask, scale)
+            gq = gq[0, :, ahead:].transpose(0, 1)
+            total = gq if total is None else total.float() + gq
             dk[first:last] += gk[0].transpose(0, 1)
             dv[first:last] += gv[0].transpose(0, 1)
+        dq[rows] = total
     return dq, dk, dv
 
 
@@ -150,16 +155,26 @@ def _window_mask(queries: int, keys: int, first: int, window: int, like: torch.T
     return torch.zeros(queries, keys, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))[None, None]
 
 
+def _behind(ahead: int, x_1QnD: torch.Tensor) -> torch.Tensor:
+    """Rows with `ahead` rows of zeros before them."""
+    return torch.nn.functional.pad(x_1QnD, (0, 0, ahead, 0)) if ahead else x_1QnD
+
+
 def _parts(segment: Segment, window: int | None, k: torch.Tensor):
-    """A segment as calls of a kernel whose causal mask begins at the first key: (first key, last key, causal, mask)."""
+    """A segment as calls of a kernel whose causal mask begins at the first key: (first key, last key, rows ahead, causal, mask).
+
+    Behind a short prompt the queries are moved to where the mask has them, by rows of zeros for the prompt: one call, whose extra pairs are
+    at most an eighth. Behind a long one the prompt's keys are a call of their own, all of them seen.
+    """
     length, prefix = segment.stop - segment.start, segment.start - segment.document
     if window is not None and prefix + length > window:
         # one call with an explicit mask: a row could otherwise see no key of a part, whose log-sum-exp is then undefined
         first = max(0, prefix + 1 - window)  # before it no query of the segment sees anything
         mask = _window_mask(length, prefix + length - first, prefix - first, window, k)
-        return [(segment.document + first, segment.stop, False, mask)]
-    own = [(segment.start, segment.stop, True, None)]
-    return [(segment.document, segment.start, False, None), *own] if prefix else own
+        return [(segment.document + first, segment.stop, 0, False, mask)]
+    if 2 * prefix <= length:
+        return [(segment.document, segment.stop, prefix, True, None)]
+    return [(segment.document, segment.start, 0, False, None), (segment.start, segment.stop, 0, True, None)]
 
 
 def _dense_scores(q, k, causal, mask, scale):
@@ -171,11 +186,11 @@ def _dense_scores(q, k, causal, mask, scale):
 
 
 def _width(k: torch.Tensor) -> torch.dtype:
+    """Few keys go in float32: there the kernel's backward takes 1.5 to 3 times as long in bfloat16."""
     return torch.float32 if k.dtype == torch.bfloat16 and k.shape[2] <= SHORT else k.dtype
 
 
 def _widened(q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """Few keys go in float32: there the kernel's backward takes 1.5 to 3 times as long in bfloat16."""
     return [x.to(_width(k)) for x in (q, k, *others)]
 
 

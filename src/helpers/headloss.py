@@ -12,10 +12,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import linear
 
 ROWS = 256  # target positions of a block: enough for a matrix product to run at its rate
-SLICE = 32  # rows of it in float32 at once on a CPU: a megabyte at V = 8,192
+SLICE = 64  # rows of it in float32 at once on a CPU: two megabytes at V = 8,192
 
 
 class Verdicts(NamedTuple):
@@ -37,20 +36,18 @@ def top(x_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value, part * 64 + within
 
 
-def _distribution(logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(probabilities [R, V] float32, sum p log p [R], best id [R]) of the verifier's logits."""
-    rows, vocabulary = logits_RV.shape
-    p = torch.empty(rows, vocabulary, dtype=torch.float32, device=logits_RV.device)
-    entropy, best = p.new_empty(rows), torch.empty(rows, dtype=torch.long, device=p.device)
-    for a in range(0, rows, _slice(p.device)):
+def _distribution(logits_RV: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum p log p [R], best id [R]) of the verifier's logits, whose probabilities are written to `p` [R, V] float32."""
+    entropy, best = p.new_empty(len(p)), torch.empty(len(p), dtype=torch.long, device=p.device)
+    for a in range(0, len(p), _slice(p.device)):
         at = slice(a, a + _slice(p.device))
-        wide = logits_RV[at].float()
+        wide = logits_RV[at].to(torch.float32, copy=True)
         largest, best[at] = top(wide)
         torch.softmax(wide, -1, out=p[at])
         # log p = logit - lse, and lse from the largest: p = 0 then gives 0, not 0 * -inf
         lse = largest - p[at].gather(1, best[at, None]).squeeze(1).log()
-        entropy[at] = (p[at] * wide).sum(-1) - lse
-    return p, entropy, best
+        entropy[at] = wide.mul_(p[at]).sum(-1) - lse
+    return entropy, best
 
 
 def _slice(device: torch.device) -> int:
@@ -99,17 +96,22 @@ class _HeadLoss(torch.autograd.Function):
         best = torch.empty(total, dtype=torch.long, device=device)
         begins = torch.arange(0, total + ROWS, ROWS)
         bounds = [torch.searchsorted(s.cpu(), begins).tolist() for s in slots]  # slots ascend, so a block's rows are a range
+        # blocks share their buffers: fresh ones would be fetched from the system, page by page, every time
+        logits_RV, raw_RV = (verifier_RH.new_empty(min(ROWS, total), weight.shape[0]) for _ in range(2))
+        p_RV = torch.empty_like(logits_RV, dtype=torch.float32) if loss_config is None else None
         for number, a in enumerate(range(0, total, ROWS)):
-            logits = linear(verifier_RH[a : a + ROWS], verifier)
+            block = verifier_RH[a : a + ROWS]
+            logits = torch.mm(block, verifier.T, out=logits_RV[: len(block)])
             if loss_config is None:
-                p, entropy, best[a : a + ROWS] = _distribution(logits)
+                p = p_RV[: len(block)]
+                entropy, best[a : a + ROWS] = _distribution(logits, p)
             else:
                 best[a : a + ROWS] = top(logits)[1]
             for j, x in enumerate(hidden):
                 here = slice(*bounds[j][number : number + 2])
                 if here.start == here.stop:
                     continue
-                raw, local = linear(x[here], weight), slots[j][here] - a
+                raw, local = torch.mm(x[here], weight.T, out=raw_RV[: here.stop - here.start]), slots[j][here] - a
                 if loss_config is None:
                     for b in range(0, raw.shape[0], _slice(device)):
                         part = slice(b, b + _slice(device))
