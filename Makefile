@@ -5,6 +5,7 @@
 
 PARAMS ?= papermill_params/smollm2.yaml
 LAB ?=
+ONLY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -17,6 +18,7 @@ endif
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sort | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 	@echo "  PARAMS=FILE     parameter set for run and lab (default papermill_params/smollm2.yaml)"
+	@echo "  ONLY=NAME       benchmark that bench runs, or a part of it: ONLY=training:8x256"
 	@echo "  LAB=OPTIONS     options for jupyter lab, e.g. LAB='--no-browser --allow-root'"
 
 run: $(READY) ## run the five notebooks on PARAMS; what is fresh is skipped
@@ -42,10 +44,8 @@ else
 	folder="$$($(BIN)/workbook prepare $(PARAMS))" && $(BIN)/jupyter lab $(LAB) "$$folder"
 endif
 
-bench: $(READY) ## run the benchmarks
-	@set -e; found=; for script in benchmarks/*.py; do \
-	  if [ -f "$$script" ]; then found=1; echo "$$script"; $(BIN)/python "$$script"; fi; done; \
-	if [ -z "$$found" ]; then echo "no benchmarks/*.py"; fi
+bench: $(READY) ## run the benchmarks: one table, benchmarks/results.json; ONLY=training runs one
+	$(BIN)/python benchmarks/run.py $(ONLY)
 
 clean: ## remove .venv and caches; data/ and rendered/ stay
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -19,10 +19,10 @@ from helpers import (
     attention_trial,
     decoding,
     draft,
+    flash,
     params,
     probe,
     registry,
-    ttt,
 )
 from helpers.errors import AttentionError
 
@@ -188,8 +188,8 @@ def test_a_scaled_query_gradient_is_found_though_outputs_are_exact(job, register
 
 def test_a_gradient_dropped_through_the_log_sum_exp_is_found(job, monkeypatch):
     """The fault other trainers had: forward exact, query and key gradients wrong."""
-    kept = ttt._backward0
-    monkeypatch.setattr(ttt, "_backward0", lambda d, q, k, v, out, lse, *a: kept(d, q, k, v, torch.zeros_like(out), lse, *a))
+    kept = flash._backward0
+    monkeypatch.setattr(flash, "_backward0", lambda d, q, k, v, out, lse, *a: kept(d, q, k, v, torch.zeros_like(out), lse, *a))
     found = attention_checks.check(entry("ttt"), job)
     assert found["float32"]["output"] < 1e-6
     assert found["faults"][0].startswith("wrong gradients")
@@ -369,6 +369,12 @@ LATE = {"tokens": 512, "seconds": None, "note": "not enough memory"}
 def test_verdicts_follow_from_what_was_found(found, usable, reason):
     verdict = attention.judge(found)
     assert verdict["usable"] is usable and reason in verdict["reason"]
+
+
+def test_where_the_fused_kernel_cannot_serve_the_verdict_on_ours_says_so():
+    assert attention.without_kernel(CPU, "bfloat16", 64) == ""
+    assert "does not take float16" in attention.without_kernel(CPU, "float16", 64)
+    assert "multiples of 8 up to 256, not 90" in attention.without_kernel(torch.device("cuda"), "bfloat16", 90)
 
 
 def test_tables_hold_a_row_for_each_entry_that_was_tried():

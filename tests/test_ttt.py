@@ -6,7 +6,7 @@ import pytest
 import torch
 from speculators.losses import resolve_loss_config
 
-from helpers import ttt
+from helpers import flash, ttt
 
 
 def run(model, batch, **kwargs):
@@ -177,7 +177,7 @@ def reference(q, k, v, ks, vs, document, scale, window=None):
 @pytest.mark.parametrize("dense", [False, True], ids=["fused", "dense"])
 def test_attention_and_its_gradients_equal_a_plain_float64_reference(monkeypatch, window, dense):
     if dense:
-        monkeypatch.setattr(ttt, "fused", lambda *_: False)
+        monkeypatch.setattr(flash, "fused", lambda *_: False)
     torch.manual_seed(0)
     n = 19
     q = torch.randn(n, 6, 8, dtype=torch.float64, requires_grad=True)
@@ -199,7 +199,7 @@ def test_dropping_the_gradient_through_the_log_sum_exp_would_be_seen(monkeypatch
     torch.manual_seed(0)
     q, k, v, k1, v1 = (torch.randn(12, h, 8, requires_grad=True) for h in (4, 2, 2, 2, 2))
     expected = torch.autograd.grad(reference(q, k, v, [k1], [v1], 0, 0.3).square().sum(), q)[0]
-    kept = ttt._backward0
-    monkeypatch.setattr(ttt, "_backward0", lambda d, q, k, v, o, lse, *a: kept(d, q, k, v, torch.zeros_like(o), lse, *a))
+    kept = flash._backward0
+    monkeypatch.setattr(flash, "_backward0", lambda d, q, k, v, o, lse, *a: kept(d, q, k, v, torch.zeros_like(o), lse, *a))
     got = torch.autograd.grad(ttt.attend(q, k, v, [ttt.Segment(0, 0, 12, 0)], 0.3, None, (k1, v1)).square().sum(), q)[0]
     assert (got - expected).norm() / expected.norm() > 0.1

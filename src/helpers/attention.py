@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from helpers import decoding, files
+from helpers import decoding, files, flash
 from helpers.attention_checks import MOVED, TOLERANCE
 from helpers.errors import AttentionError
 from helpers.probe import said
@@ -99,7 +99,15 @@ def trial(
     for batch in [todo] if job["fork"] else [[e] for e in todo]:
         for entry, found in zip(batch, _run(job | {"entries": batch}, report), strict=True):
             verdicts[entry["implementation"]] = entry | judge(found) | found
+    if "ttt" in verdicts:
+        verdicts["ttt"]["reason"] += without_kernel(device, dtype, proposal["transformer_layer_config"]["head_dim"])
     return [verdicts[e["implementation"]] for e in entries]
+
+
+def without_kernel(device: torch.device, dtype: str, head_dim: int) -> str:
+    """What to add to the verdict on `ttt` where PyTorch's fused kernel cannot serve its block 0; empty where it can."""
+    lacks = flash.missing(device, getattr(torch, dtype), head_dim)
+    return f"; with plain scores, whose memory grows with the square of the row: {lacks}" if lacks else ""
 
 
 def _run(job: dict[str, Any], report: Callable[[str], None]) -> list[dict[str, Any]]:

@@ -132,8 +132,8 @@ def run(model: Any, batch: dict[str, torch.Tensor], steps: int) -> Result:
         states.append(hidden)
         normed = draft.norm(hidden, "norm.weight")
         hidden = normed if draft.flags.norm_output else hidden
-        start = torch.arange(total - j, device=ids.device)
-        start = start[mask[j:] & (documents[: total - j] == documents[j:]) & (documents[j:] != -1)]
+        start = torch.arange(max(0, total - j), device=ids.device)
+        start = start[mask[j:] & (documents[start] == documents[j:]) & (documents[j:] != -1)]
         log_draft, target = draft.linear(normed[start], "lm_head").log_softmax(-1), log_target[start + j]
         losses.append((target.exp() * (target - log_draft)).sum() / max(1, len(start)))
     names = list(draft.w.trained)

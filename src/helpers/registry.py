@@ -87,7 +87,7 @@ def registry() -> list[dict[str, Any]]:
     for name in dict.fromkeys([*theirs.mapping, *library]):
         function = (theirs.mapping if name in theirs.mapping else library)[name]
         held = [label for label, mapping in (("transformers", theirs.mapping), ("speculators", library)) if name in mapping]
-        use = {decoding.GROUPED: "decoding", "paged|eager": "serving"}.get(name, "training")
+        use = "decoding" if name == decoding.GROUPED else "serving" if name.startswith("paged|") else "training"
         rows.append(_row(name, function, " and ".join(held), use))
     llama = importlib.import_module(PLACES[1])
     rows.append(_row("eager", llama.eager_attention_forward, "none: the layer's fallback", "training"))

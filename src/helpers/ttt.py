@@ -11,8 +11,8 @@ The backward calls the same kernel's backward with the *merged* out and lse, whi
 p_m = e^(s_m - lse) and ds_m = p_m (dO . (v_m - out)), dq += scale ds_m k_m, dk_m = scale ds_m q, dv_m = p_m dO.
 
 Only *starts* need queries, MLP and logits: positions whose target at some step is supervised. Prompts give keys and
-values of step 0 alone. The verifier's target distribution is computed once per position, the loss row block by row
-block, so no [tokens, draft vocabulary] tensor exists in float32.
+values of step 0 alone (`pointwise`: what lies between the matrix products; `flash`: block 0's kernels). The verifier's target
+distribution is computed once per position, and the loss block by block (`headloss`), so no [tokens, draft vocabulary] tensor exists.
 
 Shapes: N packed tokens, M starts, H hidden, Q query heads, G key-value heads, D head dimension, V draft vocabulary.
 """
@@ -24,18 +24,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear
-from transformers.models.llama.modeling_llama import rotate_half
+from transformers import activations
 
-ROWS = 256  # rows of logits held in float32 at once
-
-
-class Segment(NamedTuple):
-    """A run of consecutive starts [start, stop) of the document that begins at `document`; its first row among starts."""
-
-    document: int
-    start: int
-    stop: int
-    row: int
+from helpers import flash, headloss
+from helpers.flash import Segment
+from helpers.pointwise import gated_mlp, join, rms_norm, rotate, take
 
 
 class Plan(NamedTuple):
@@ -85,76 +78,7 @@ def plan(document_ids_N: torch.Tensor, loss_mask_N: torch.Tensor, steps: int) ->
     return Plan(starts.to(device), segments, [t.to(device) for t in targets], whole)
 
 
-# --- block 0 -----------------------------------------------------------------------------------------------------
-
-
-def fused(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch's fused CPU attention with log-sum-exp can serve block 0 here (private ops: looked for, not assumed)."""
-    ops = torch.ops.aten
-    names = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-    return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16, torch.float64) and all(hasattr(ops, n) for n in names)
-
-
-def _window_mask(queries: int, keys: int, first: int, window: int | None, causal: bool, like: torch.Tensor) -> torch.Tensor | None:
-    """Additive mask [1, 1, queries, keys]; query r sits at key index `first + r`. None where nothing is hidden."""
-    if window is None or first + queries <= window:
-        return None
-    at = torch.arange(queries, device=like.device)[:, None] + first
-    key = torch.arange(keys, device=like.device)[None]
-    hidden = key <= at - window
-    if causal:
-        hidden = hidden | (key > at)
-    return torch.zeros(queries, keys, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))[None, None]
-
-
-def _parts(segment: Segment, window: int | None, k: torch.Tensor):
-    """Block 0 of a segment as kernel calls: (first key, last key, causal, mask)."""
-    length, prefix = segment.stop - segment.start, segment.start - segment.document
-    if window is not None and prefix + length > window:
-        # one call with an explicit mask: a row could otherwise see no key of a part, whose log-sum-exp is then undefined
-        mask = _window_mask(length, prefix + length, prefix, window, True, k)
-        return [(segment.document, segment.stop, False, mask)]
-    own = [(segment.start, segment.stop, True, None)]
-    return [(segment.document, segment.start, False, None), *own] if prefix else own
-
-
-def _heads_first(x_THD: torch.Tensor) -> torch.Tensor:
-    return x_THD.transpose(0, 1)[None]
-
-
-def _dense_scores(q, k, causal, mask, scale):
-    groups = q.shape[1] // k.shape[1]
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k.repeat_interleave(groups, 1)) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    return scores if mask is None else scores + mask
-
-
-def _forward0(q, k, v, causal, mask, scale):
-    """(out [1, Q, n, D], lse [1, Q, n] float32) of one kernel call over heads-first tensors."""
-    if fused(q.device, q.dtype):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    scores = _dense_scores(q.float(), k.float(), causal, mask, scale)
-    lse = scores.logsumexp(-1)
-    groups = q.shape[1] // k.shape[1]
-    return ((scores - lse[..., None]).exp() @ v.float().repeat_interleave(groups, 1)).to(q.dtype), lse
-
-
-def _backward0(d_out, q, k, v, out, lse, causal, mask, scale):
-    """Gradients of q, k, v through one part of block 0, given the merged out and lse."""
-    if fused(q.device, q.dtype):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            d_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
-        )
-    groups = q.shape[1] // k.shape[1]
-    wide_k, wide_v, d_out = k.float().repeat_interleave(groups, 1), v.float().repeat_interleave(groups, 1), d_out.float()
-    p = (_dense_scores(q.float(), k.float(), causal, mask, scale) - lse[..., None]).exp()
-    ds = p * (d_out @ wide_v.mT - (d_out * out.float()).sum(-1, keepdim=True)) * scale
-
-    def fold(x):
-        return x.unflatten(1, (-1, groups)).sum(2)
-
-    return (ds @ wide_k).to(q.dtype), fold(ds.mT @ q.float()).to(k.dtype), fold(p.mT @ d_out).to(v.dtype)
+# --- attention -----------------------------------------------------------------------------------------------------
 
 
 class _Attend(torch.autograd.Function):
@@ -162,34 +86,18 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_MQD, k_NGD, v_NGD, segments, window, scale, *diagonals):
-        m, heads, width = q_MQD.shape
-        groups = heads // k_NGD.shape[1]
-        out = torch.zeros(m, heads, width, dtype=torch.float32, device=q_MQD.device)  # rows outside all segments are padding
-        lse = torch.zeros(m, heads, dtype=torch.float32, device=q_MQD.device)
-        for segment in segments:
-            rows = slice(segment.row, segment.row + segment.stop - segment.start)
-            q = _heads_first(q_MQD[rows])
-            merged = None
-            for first, last, causal, mask in _parts(segment, window, k_NGD):
-                o, part = _forward0(q, _heads_first(k_NGD[first:last]), _heads_first(v_NGD[first:last]), causal, mask, scale)
-                o, part = o[0].transpose(0, 1).float(), part[0].transpose(0, 1).float()
-                if merged is None:
-                    merged = o, part
-                else:
-                    both = torch.logaddexp(merged[1], part)
-                    merged = merged[0] * (merged[1] - both).exp()[..., None] + o * (part - both).exp()[..., None], both
-            out[rows], lse[rows] = merged
+        out, lse, kept = flash.forward(q_MQD, k_NGD, v_NGD, segments, scale, window)
+        groups = q_MQD.shape[1] // k_NGD.shape[1]
         if diagonals:
             q = q_MQD.float().unflatten(1, (-1, groups))  # [M, G, Q/G, D]
             scores = [(q * k.float()[:, :, None]).sum(-1).flatten(1) * scale for k in diagonals[::2]]
             total = torch.stack([lse, *scores]).logsumexp(0)
-            out *= (lse - total).exp()[..., None]
+            out = out.float().mul_((lse - total).exp_()[..., None])
             for s, v in zip(scores, diagonals[1::2], strict=True):
                 out.unflatten(1, (-1, groups)).addcmul_((s - total).exp().unflatten(1, (-1, groups))[..., None], v.float()[:, :, None])
-            lse = total
-        out = out.to(q_MQD.dtype)
+            out, lse = out.to(q_MQD.dtype), total
         ctx.save_for_backward(q_MQD, k_NGD, v_NGD, out, lse, *diagonals)
-        ctx.segments, ctx.window, ctx.scale = segments, window, scale
+        ctx.segments, ctx.window, ctx.scale, ctx.kept = segments, window, scale, kept
         return out
 
     @staticmethod
@@ -197,25 +105,7 @@ class _Attend(torch.autograd.Function):
         q_MQD, k_NGD, v_NGD, out, lse, *diagonals = ctx.saved_tensors
         groups = q_MQD.shape[1] // k_NGD.shape[1]
         d_MQD = d_MQD.to(q_MQD.dtype).contiguous()
-        dq = torch.zeros(q_MQD.shape, dtype=torch.float32, device=q_MQD.device)
-        # a key's gradient is the sum over all segments that read it, so it is summed in float32
-        dk = torch.zeros(k_NGD.shape, dtype=torch.float32, device=k_NGD.device)
-        dv = torch.zeros(v_NGD.shape, dtype=torch.float32, device=v_NGD.device)
-        for segment in ctx.segments:
-            rows = slice(segment.row, segment.row + segment.stop - segment.start)
-            q, d, o = (_heads_first(x[rows]) for x in (q_MQD, d_MQD, out))
-            own_lse = lse[rows].transpose(0, 1)[None].contiguous()
-            first_part = True
-            for first, last, causal, mask in _parts(segment, ctx.window, k_NGD):
-                k, v = _heads_first(k_NGD[first:last]), _heads_first(v_NGD[first:last])
-                gq, gk, gv = _backward0(d, q, k, v, o, own_lse, causal, mask, ctx.scale)
-                if first_part:
-                    dq[rows] = gq[0].transpose(0, 1)
-                else:
-                    dq[rows] += gq[0].transpose(0, 1)
-                dk[first:last] += gk[0].transpose(0, 1)
-                dv[first:last] += gv[0].transpose(0, 1)
-                first_part = False
+        dq, dk, dv = flash.backward(d_MQD, q_MQD, k_NGD, v_NGD, out, lse, ctx.segments, ctx.scale, ctx.window, ctx.kept)
         extra = []
         if diagonals:
             d, q = d_MQD.float().unflatten(1, (-1, groups)), q_MQD.float().unflatten(1, (-1, groups))
@@ -241,160 +131,96 @@ def attend(q_MQD, k_NGD, v_NGD, segments: list[Segment], scale: float, window: i
         return _Attend.apply(q_MQD, k_NGD, v_NGD, segments, window, scale, *diagonals)
 
 
-# --- loss --------------------------------------------------------------------------------------------------------
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Sum of a per-position loss over rows, and its gradient, without keeping the logits.
-
-    The gradient is computed together with the loss, block by block; the backward only scales it.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_RH, head_VH, target_RV, entropy_R, loss_config):
-        d_hidden = torch.empty_like(hidden_RH)
-        train_head = ctx.needs_input_grad[1]
-        d_head = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device) if train_head else None
-        best = torch.empty(hidden_RH.shape[0], dtype=torch.long, device=hidden_RH.device)
-        total = torch.zeros((), dtype=torch.float32, device=hidden_RH.device)
-        weight = head_VH.to(hidden_RH.dtype)
-        for a in range(0, hidden_RH.shape[0], ROWS):
-            rows = slice(a, a + ROWS)
-            raw = linear(hidden_RH[rows], weight)
-            if loss_config is None:
-                d_logits, loss, best[rows] = _kl(raw, target_RV[rows], entropy_R[rows])
-            else:
-                best[rows] = raw.argmax(-1)
-                d_logits, loss = _library_loss(raw, target_RV[rows], loss_config)
-            total += loss
-            d_logits = d_logits.to(hidden_RH.dtype)
-            d_hidden[rows] = d_logits @ weight
-            if train_head:
-                d_head += d_logits.T @ hidden_RH[rows]
-        ctx.save_for_backward(d_hidden, *([d_head] if train_head else []))
-        ctx.head_dtype = head_VH.dtype
-        ctx.mark_non_differentiable(best)
-        return total, best
-
-    @staticmethod
-    def backward(ctx, d_total, _):
-        d_hidden, *d_head = ctx.saved_tensors
-        d_head = (d_head[0] * d_total).to(ctx.head_dtype) if d_head else None
-        return d_hidden * d_total.to(d_hidden.dtype), d_head, None, None, None
-
-
-def _kl(raw, target, entropy):
-    """(gradient, sum, best ids) of KL(target || draft): target holds probabilities, entropy their sum p log p per row."""
-    logits = raw.float()
-    top = logits.max(-1, keepdim=True)  # one pass for the largest logit and where it is
-    logits -= top.values
-    cross = (logits * target).sum(-1)
-    logits.exp_()
-    z = logits.sum(-1, keepdim=True)
-    loss = (entropy - cross + z.squeeze(-1).log()).sum()
-    logits /= z
-    logits -= target
-    return logits, loss, top.indices.squeeze(-1)
-
-
-def _library_loss(raw, target, loss_config):
-    """(gradient, sum) of the library's own losses on one block; target holds the verifier's logits."""
-    with torch.enable_grad():
-        logits = raw.float().detach().requires_grad_()
-        loss = sum(weight * fn(logits[None], target[None].float()).sum() for fn, weight in loss_config.values())
-        (grad,) = torch.autograd.grad(loss, logits)
-    return grad, loss.detach()
-
-
 # --- the step ----------------------------------------------------------------------------------------------------
 
 
-def _rotate(x_THD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    rotated = x_THD * cos[:, None] + rotate_half(x_THD) * sin[:, None]
-    return rotated.to(x_THD.dtype)  # under autocast the angles are float32 from step 1 on, the keys of step 0 bfloat16
+def _stacked(linears: list[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(weight, bias) of several linear layers as one, in the compute dtype: one product over one input."""
+    weights, biases = [x.weight for x in linears], [x.bias for x in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    bias = None if biases[0] is None else torch.cat(biases).to(dtype)
+    return weight.to(dtype), bias
 
 
-def _project(attention: Any, name: str, x_TC: torch.Tensor) -> torch.Tensor:
-    """One of q, k, v as [T, heads, D], with the per-head norm where the layer has one (qwen3)."""
-    out = getattr(attention, f"{name}_proj")(x_TC).unflatten(-1, (-1, attention.head_dim))
-    norm = getattr(attention, f"{name}_norm", None)
-    return norm(out) if norm is not None else out
+class _Weights:
+    """A layer's matrices in the compute dtype, cast once for all steps: their gradients gather here before they are cast back."""
+
+    def __init__(self, layer: Any, dtype: torch.dtype):
+        attention, mlp = layer.self_attn, layer.mlp
+        self.q = _stacked([attention.q_proj], dtype)
+        self.kv = _stacked([attention.k_proj, attention.v_proj], dtype)
+        self.o = _stacked([attention.o_proj], dtype)
+        plain = getattr(mlp.gate_proj, "bias", None) is None and getattr(mlp.down_proj, "bias", None) is None
+        self.gated = None
+        if plain and isinstance(mlp.act_fn, torch.nn.SiLU | activations.SiLUActivation):
+            self.gated = _stacked([mlp.gate_proj, mlp.up_proj], dtype)[0], _stacked([mlp.down_proj], dtype)[0]
 
 
 class _Layers:
     """Runs the draft's decoder layers over a plan, keeping block-0 keys and the diagonals of earlier steps."""
 
-    def __init__(self, model: Any, found: Plan):
-        self.model, self.plan = model, found
+    def __init__(self, model: Any, found: Plan, dtype: torch.dtype):
+        self.model, self.plan, self.dtype = model, found, dtype
+        self.weights = [_Weights(layer, dtype) for layer in model.layers]
         self.block0: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.diagonals: list[list[torch.Tensor]] = [[] for _ in model.layers]
 
-    def _mix(self, layer: Any, index: int, embeds: torch.Tensor | None, hidden: torch.Tensor):
-        """(input of the projections, residual) of a layer; the first one joins embeddings and hidden state."""
-        if index:
-            return layer.input_layernorm(hidden), hidden
-        normed = layer.hidden_norm(hidden)
-        joined = torch.cat([layer.input_layernorm(embeds), normed], dim=-1)
-        return joined, normed if layer.norm_before_residual else hidden
+    def _heads(self, attention: Any, name: str, x_TC: torch.Tensor) -> torch.Tensor:
+        """A projection as [T, heads, D], with the per-head norm where the layer has one (qwen3)."""
+        out = x_TC.unflatten(-1, (-1, attention.head_dim))
+        norm = getattr(attention, f"{name}_norm", None)
+        return out if norm is None else rms_norm(norm, out, self.dtype)
 
-    def step(self, j: int, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Output of the last layer at the starts [M, H].
+    def _enter(self, layer: Any, index: int, token: torch.Tensor, hidden: torch.Tensor, rows: torch.Tensor | None):
+        """(input of the projections, residual at `rows`) of a layer; the first one joins embeddings and hidden state."""
+        if index:
+            joined, normed = rms_norm(layer.input_layernorm, hidden, self.dtype), None
+        else:
+            joined, normed = join(layer, token, self.model.embed_tokens.weight, hidden, self.dtype, rows)
+        if normed is not None and layer.norm_before_residual:
+            return joined, normed
+        return joined, hidden if rows is None else take(hidden, rows)
+
+    def step(self, j: int, token: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Output of the last layer at the starts [M, H], float32.
 
         Args:
-            embeds, hidden, positions: of every position at step 0, of the starts afterwards.
+            token, hidden, positions: of every position at step 0, of the starts afterwards.
         """
-        cos, sin = (x[0] for x in self.model.rotary_emb(hidden, positions[None]))
+        # float32 angles, as the library has them: its input there holds float32 embeddings
+        cos, sin = (x[0] for x in self.model.rotary_emb(hidden.new_empty(1, dtype=torch.float32), positions[None]))
         for index, layer in enumerate(self.model.layers):
-            last = index + 1 == len(self.model.layers)
-            attention = layer.self_attn
+            attention, weights, segments = layer.self_attn, self.weights[index], self.plan.segments
             window = self.model.sliding_window if index in self.model.sliding_window_indices else None
-            joined, residual = self._mix(layer, index, embeds, hidden)
-            k, v = _rotate(_project(attention, "k", joined), cos, sin), _project(attention, "v", joined)
-            q_cos, q_sin, segments = cos, sin, self.plan.segments
-            if j == 0:
-                self.block0.append((k, v))
-                if last:
-                    joined, residual = joined[self.plan.starts], residual[self.plan.starts]
-                    q_cos, q_sin = cos[self.plan.starts], sin[self.plan.starts]
-                else:
-                    segments = self.plan.documents
-            else:
+            rows = None
+            if j == 0 and index + 1 == len(self.model.layers):
+                rows = self.plan.starts if self.plan.starts.numel() < len(token) else None
+            elif j == 0:
+                segments = self.plan.documents  # the layers above need its output everywhere
+            joined, residual = self._enter(layer, index, token, hidden, rows)
+            k, v = linear(joined, *weights.kv).chunk(2, -1)
+            k, v = rotate(self._heads(attention, "k", k), cos, sin), v.unflatten(-1, (-1, attention.head_dim))
+            if j:
                 self.diagonals[index] += [k, v]
-            q = _rotate(_project(attention, "q", joined), q_cos, q_sin)
+            else:
+                self.block0.append((k, v))
+            if rows is not None:
+                joined, cos, sin = take(joined, rows), cos[rows], sin[rows]
+            q = rotate(self._heads(attention, "q", linear(joined, *weights.q)), cos, sin)
             # a layer below the last still needs its diagonals only at the starts, which is where steps 1.. query
             out = attend(q, *self.block0[index], segments, attention.scaling, window, self.diagonals[index])
-            hidden = residual + attention.o_proj(out.flatten(1))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            hidden = residual + linear(out.flatten(1), *weights.o)
+            x = rms_norm(layer.post_attention_layernorm, hidden, self.dtype)
+            hidden = hidden + (layer.mlp(x) if weights.gated is None else gated_mlp(x, *weights.gated))
         return hidden
 
 
-def _targets(model: Any, last_RH: torch.Tensor, probabilities: bool, full_head: torch.Tensor | None):
-    """The verifier's view of each target position, once: (probabilities or logits [R, V], entropy [R], best id [R]).
-
-    With the full head the best id is the verifier's own, over its whole vocabulary (-1 where the draft cannot propose
-    it); without it, the best within the draft vocabulary, which overstates acceptance.
-    """
-    with torch.no_grad():
-        normed = model.verifier_norm(last_RH)
-        kept, entropies, best = [], [], []
-        for block in normed.split(ROWS):
-            logits = model.verifier_lm_head(block)
-            if full_head is None:
-                best.append(logits.max(-1).indices)
-            else:
-                top = linear(block.to(full_head.dtype), full_head).max(-1).indices
-                if model.t2d is not None:
-                    inside = model.t2d[top]
-                    top = torch.where(inside, (model.t2d.cumsum(0) - 1)[top], -1)
-                best.append(top)
-            if probabilities:
-                logp = logits.float().log_softmax(-1)
-                p = logp.exp()
-                entropies.append((p * logp.clamp_min(-1e30)).sum(-1))
-                kept.append(p.to(logits.dtype))
-            else:
-                kept.append(logits)
-        return torch.cat(kept), torch.cat(entropies) if entropies else None, torch.cat(best)
+def _over_the_full_vocabulary(model: Any, normed_RH: torch.Tensor, full_head: torch.Tensor) -> torch.Tensor:
+    """Draft id [R] of the verifier's own best token over its whole vocabulary; -1 where the draft cannot propose it."""
+    found = torch.cat([headloss.top(linear(block.to(full_head.dtype), full_head))[1] for block in normed_RH.split(headloss.ROWS)])
+    if model.t2d is None:
+        return found
+    return torch.where(model.t2d[found], (model.t2d.cumsum(0) - 1)[found], -1)
 
 
 def forward(
@@ -433,58 +259,52 @@ def forward(
         zero = sum((p.sum() * 0.0 for p in self.parameters() if p.requires_grad), torch.zeros((), device=device))
         empty = [torch.full((1, total), -1, device=device) for _ in range(ttt_steps)]
         return empty, zero, {"loss_sum": zero.detach(), "loss_total": torch.zeros((), device=device)}
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.fc.weight.dtype
     x = hidden_states[0]
     if self.input_norm is not None:
-        x = self.input_norm(x)
+        x = rms_norm(self.input_norm, x, dtype)
     if self.fc_norm is not None:
-        x = torch.cat([norm(part) for norm, part in zip(self.fc_norm, x.chunk(len(self.fc_norm), dim=-1), strict=True)], dim=-1)
-    hidden = self.fc(x)
-    simple_kl = loss_config is None or list(loss_config) == ["kl_div"] and loss_config["kl_div"][1] == 1.0
-    # targets of all steps lie at supervised positions, which are computed once
-    wanted = (loss_mask[0].bool() & (document_ids[0] >= 0)).nonzero().squeeze(1)
-    place = torch.full((total,), -1, device=device)
-    place[wanted] = torch.arange(wanted.numel(), device=device)
-    full_head = None if self.training else getattr(self, "full_head", None)
-    target, entropy, best = _targets(self, verifier_last_hidden_states[0, wanted], simple_kl, full_head)
-    layers = _Layers(self, found)
-    correct = loss_mask[0, found.starts].bool()  # of a start: every step so far right
-    loss = torch.zeros((), device=device)
-    drafted = []
+        parts = x.chunk(len(self.fc_norm), dim=-1)
+        x = torch.cat([rms_norm(norm, part, dtype) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+    hidden = linear(x.to(dtype), *_stacked([self.fc], dtype))
+    layers = _Layers(self, found, dtype)
+    normed = []
     for j in range(ttt_steps):
         index = found.starts + j
         if j == 0:
             token, at = input_ids[0], positions
         else:
-            inside = index < total
-            token = torch.where(inside, input_ids[0, index.clamp_max(total - 1)], 0)
+            token = torch.where(index < total, input_ids[0, index.clamp_max(total - 1)], 0)
             at = positions[found.starts] + j
-        with torch.no_grad():
-            embeds = self.embed_tokens(token).to(hidden.dtype)
-        hidden = layers.step(j, embeds, hidden, at)
-        normed = self.norm(hidden)
-        if self.config.norm_output:
-            hidden = normed
-        rows = found.targets[j]
-        slots = place[found.starts[rows] + j]
-        compute = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else normed.dtype
-        with torch.autocast(device.type, enabled=False):
-            summed, guess = _HeadLoss.apply(
-                normed[rows].to(compute),
-                self.lm_head.weight,
-                target[slots],
-                None if entropy is None else entropy[slots],
-                None if simple_kl else loss_config,
-            )
-        step_loss = ttt_step_loss_decay**j * summed / (rows.numel() + 1e-5)
-        loss = loss + step_loss
+        hidden = layers.step(j, token, hidden, at)
+        out = rms_norm(self.norm, hidden, hidden.dtype if self.config.norm_output else dtype)
+        hidden = out if self.config.norm_output else hidden
+        normed.append(take(out.to(dtype), found.targets[j]))
+    # targets of all steps lie at supervised positions, whose distribution is computed once
+    wanted = (loss_mask[0].bool() & (document_ids[0] >= 0)).nonzero().squeeze(1)
+    place = torch.full((total,), -1, device=device)
+    place[wanted] = torch.arange(wanted.numel(), device=device)
+    slots = [place[found.starts[rows] + j] for j, rows in enumerate(found.targets)]
+    scales = [ttt_step_loss_decay**j / (rows.numel() + 1e-5) for j, rows in enumerate(found.targets)]
+    simple_kl = loss_config is None or list(loss_config) == ["kl_div"] and loss_config["kl_div"][1] == 1.0
+    with torch.no_grad():
+        verifier = rms_norm(self.verifier_norm, verifier_last_hidden_states[0, wanted], dtype)
+    with torch.autocast(device.type, enabled=False):
+        loss, said = headloss.losses(
+            normed, slots, self.lm_head.weight, self.verifier_lm_head.weight, verifier, scales, None if simple_kl else loss_config
+        )
+    full_head = None if self.training else getattr(self, "full_head", None)
+    best = said.best if full_head is None else _over_the_full_vocabulary(self, verifier, full_head)
+    correct = loss_mask[0, found.starts].bool()  # of a start: every step so far right
+    drafted = []
+    for j, (rows, guess) in enumerate(zip(found.targets, said.guesses, strict=True)):
         asked = correct[rows].sum().float()  # starts without a target at this step are not asked
         right = torch.zeros_like(correct)
-        right[rows] = guess == best[slots]
+        right[rows] = guess == best[slots[j]]
         correct = correct & right
         hits = correct[rows].sum().float()
-        one = torch.ones((), device=device)
         for name, top, bottom in (
-            (f"loss_{j}", step_loss.detach(), one),
+            (f"loss_{j}", said.sums[j] * scales[j], torch.ones((), device=device)),
             (f"full_acc_{j}", hits, torch.tensor(float(rows.numel()), device=device)),
             (f"cond_acc_{j}", hits.clone(), asked),
         ):
