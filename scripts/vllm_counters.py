@@ -1,11 +1,12 @@
 """Greedy answers of a verifier in vLLM, with a draft or plain, and vLLM's own count of every verification step, as JSON.
 
-Runs in vLLM's environment (`make served-test` builds it) and imports nothing of this project; `helpers.served` starts it
-and reads what it writes. By hand:
+Runs in vLLM's environment (`make served-test` builds it) and imports nothing of this project; `helpers.launcher` starts it
+and reads what it prints: one line of JSON for all prompts decoded together, then one for every prompt number that arrives
+on standard input, decoded alone and timed. By hand:
 
-    python scripts/vllm_counters.py --model FOLDER --draft FOLDER --prompts ids.json --k 3 --max-tokens 128 --output out.json
+    echo 0 | python scripts/vllm_counters.py --model FOLDER --draft FOLDER --prompts ids.json --k 3 --max-tokens 128
 
-`--prompts` is a JSON list of token id lists, generation prompt included. Without `--draft` (or with `--k 0`) it decodes plainly.
+`--prompts` is a JSON list of token id lists, generation prompt included. Without `--draft` it decodes plainly.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -23,6 +25,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# what vllm prints goes to standard error, so that standard output holds JSON alone
+answers_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+os.dup2(2, 1)
 
 
 def arguments() -> argparse.Namespace:
@@ -33,10 +38,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--k", type=int, default=3, help="drafted tokens per step")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--end-ids", type=int, nargs="*", default=[], help="tokens that end an answer, beside the model's own")
-    parser.add_argument("--batch-rows", type=int, default=32, help="sequences decoded at once")
-    parser.add_argument("--speed-prompts", type=int, default=0, help="decode the first N once more, one at a time, for the speed")
+    parser.add_argument("--batch-rows", type=int, default=32, help="sequences decoded at once; 0: none before they are asked for")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output", required=True)
     return parser.parse_args()
 
 
@@ -53,7 +56,7 @@ def engine(args: argparse.Namespace, prompts: list[list[int]]):
         enforce_eager=True,  # compiling takes longer than the run
         enable_prefix_caching=False,  # every prompt is computed, as in our own loop
         max_model_len=max(map(len, prompts)) + args.max_tokens + args.k + 1,  # no step is shortened for want of room
-        max_num_seqs=args.batch_rows,
+        max_num_seqs=max(1, args.batch_rows),
         disable_log_stats=False,  # without statistics there are no counters
         per_request_spec_decode_metrics="detailed" if speculative else "none",
     )
@@ -80,6 +83,11 @@ def row(output) -> dict:
     }
 
 
+def say(value: dict) -> None:
+    answers_to.write(json.dumps(value) + "\n")
+    answers_to.flush()
+
+
 def main() -> None:
     args = arguments()
     prompts = json.loads(Path(args.prompts).read_text())
@@ -90,22 +98,29 @@ def main() -> None:
 
     sampling = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, stop_token_ids=args.end_ids, detokenize=False)
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
-    answers = llm.generate(inputs, sampling, use_tqdm=False)
-    decoded = time.perf_counter()
-    totals = counters(llm)
-    speed = []
-    for one in inputs[: args.speed_prompts]:
-        answer = llm.generate([one], sampling, use_tqdm=False)[0]
+    answers = llm.generate(inputs, sampling, use_tqdm=False) if args.batch_rows else []
+    say(
+        {
+            "vllm": version(),
+            "rows": [row(answer) for answer in answers],
+            "counters": counters(llm),
+            "seconds": {"load": loaded - began, "decode": time.perf_counter() - loaded},
+        }
+    )
+    for line in sys.stdin:
+        answer = llm.generate([inputs[int(line)]], sampling, use_tqdm=False)[0]
         stats = answer.metrics
-        speed.append({"tokens": len(answer.outputs[0].token_ids), "seconds": stats.last_token_ts - stats.first_token_ts})
-    result = {
-        "vllm": importlib.metadata.version("vllm-cpu"),
-        "rows": [row(answer) for answer in answers],
-        "counters": totals,
-        "speed": speed,
-        "seconds": {"load": loaded - began, "decode": decoded - loaded},
-    }
-    Path(args.output).write_text(json.dumps(result))
+        say({"tokens": len(answer.outputs[0].token_ids), "seconds": stats.last_token_ts - stats.first_token_ts})
+
+
+def version() -> str:
+    """Of whichever build is installed: the CPU build's package has another name."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
 
 
 if __name__ == "__main__":

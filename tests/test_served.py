@@ -3,6 +3,7 @@
 import stat
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,26 +132,31 @@ def engine(tmp_path, monkeypatch):
 ECHO = """
 import argparse, json, os, sys
 p = argparse.ArgumentParser()
-for name in ("model", "prompts", "output", "max-tokens", "dtype", "batch-rows", "speed-prompts", "draft", "k"):
+for name in ("model", "prompts", "max-tokens", "dtype", "batch-rows", "draft", "k"):
     p.add_argument("--" + name)
 p.add_argument("--end-ids", nargs="*")
 a = p.parse_args()
 prompts = json.load(open(a.prompts))
-rows = [{"tokens": ids[: int(a.max_tokens)], "accepted": [], "drafted": []} for ids in prompts]
-seen = {k: v for k, v in vars(a).items() if k not in ("prompts", "output")} | {"virtual": os.environ.get("VIRTUAL_ENV")}
-json.dump({"rows": rows, "seen": seen}, open(a.output, "w"))
+rows = [{"tokens": ids[: int(a.max_tokens)]} for ids in prompts] if int(a.batch_rows) else []
+seen = {k: v for k, v in vars(a).items() if k != "prompts"} | {"virtual": os.environ.get("VIRTUAL_ENV")}
+print(json.dumps({"rows": rows, "seen": seen}), flush=True)
+for line in sys.stdin:
+    if prompts[int(line)] == [13]:
+        sys.exit("no thirteen")
+    print(json.dumps({"tokens": len(prompts[int(line)]), "seconds": 0.5}), flush=True)
 """
 
 
 def test_the_script_is_given_what_was_asked_for(engine, tmp_path, monkeypatch):
     monkeypatch.setenv("VIRTUAL_ENV", "ours")
-    python = engine(ECHO)
-    options = {"max_tokens": 2, "end_ids": {7, 2}, "batch_rows": 5, "dtype": "float32", "python": python}
-    found = launcher.run(tmp_path, [[1, 2, 3], [4]], draft_folder=tmp_path / "d", k=3, speed_prompts=1, **options)
-    assert [row["tokens"] for row in found["rows"]] == [[1, 2], [4]]
-    expected = {"model": str(tmp_path), "draft": str(tmp_path / "d"), "k": "3", "max_tokens": "2", "dtype": "float32", "virtual": None}
-    assert found["seen"] == expected | {"batch_rows": "5", "speed_prompts": "1", "end_ids": ["2", "7"]}
-    assert launcher.run(tmp_path, [[1]], **options)["seen"]["draft"] is None
+    options = {"max_tokens": 2, "end_ids": {7, 2}, "batch_rows": 5, "dtype": "float32", "python": engine(ECHO)}
+    with launcher.engine(tmp_path, [[1, 2, 3], [4]], draft_folder=tmp_path / "d", k=3, **options) as made:
+        assert [row["tokens"] for row in made.result["rows"]] == [[1, 2], [4]]
+        expected = {"model": str(tmp_path), "draft": str(tmp_path / "d"), "k": "3", "max_tokens": "2", "dtype": "float32", "virtual": None}
+        assert made.result["seen"] == expected | {"batch_rows": "5", "end_ids": ["2", "7"]}
+        assert [made.one(i)["tokens"] for i in (1, 0)] == [1, 3]
+    with launcher.engine(tmp_path, [[1]], **options) as made:
+        assert made.result["seen"]["draft"] is None
 
 
 def test_without_an_environment_the_command_that_builds_it_is_named(tmp_path, monkeypatch):
@@ -161,31 +167,33 @@ def test_without_an_environment_the_command_that_builds_it_is_named(tmp_path, mo
         launcher.interpreter(sys.executable)
 
 
+def opened(python, folder, prompts):
+    with launcher.engine(folder, prompts, max_tokens=4, python=python) as made:
+        return made.one(0)
+
+
 def test_an_unanswered_prompt_is_no_result(engine, tmp_path):
     with pytest.raises(EngineError, match="answered 1 of 2 prompts"):
-        launcher.run(tmp_path, [[1], []], max_tokens=4, python=engine(ECHO))
+        opened(engine(ECHO), tmp_path, [[1], []])
 
 
 def test_a_crash_is_told_with_its_last_lines(engine, tmp_path):
-    python = engine("import sys\nprint('loading')\nsys.exit('KeyError: layers.0.self_attn')")
+    python = engine("import sys\nprint('loading', file=sys.stderr)\nsys.exit('KeyError: layers.0.self_attn')")
     with pytest.raises(EngineError, match=r"(?s)exit code 1.*KeyError: layers\.0\.self_attn"):
-        launcher.run(tmp_path, [[1]], max_tokens=4, python=python)
+        opened(python, tmp_path, [[1]])
+    with pytest.raises(EngineError, match="no thirteen"):
+        opened(engine(ECHO), tmp_path, [[13]])
 
 
 def test_what_hangs_is_ended_with_its_children(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher, "PATIENCE", 1.5)
+    monkeypatch.setattr(launcher, "PATIENCE", 3)
     lines = "import subprocess, sys, time\nchild = subprocess.Popen(['sleep', '60'])\n"
     lines += f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\ntime.sleep(60)"
-    python = engine(lines)
-    with pytest.raises(EngineError, match="was not done"):
-        launcher.run(tmp_path, [[1]], max_tokens=4, python=python)
-    child = int((tmp_path / "pid").read_text())
+    with pytest.raises(EngineError, match="no answer within 0.05 minutes"):
+        opened(engine(lines), tmp_path, [[1]])
+    stat_file = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     for _ in range(50):
-        try:
-            state = open(f"/proc/{child}/stat").read().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
-            return
-        if state == "Z":
+        if not stat_file.exists() or stat_file.read_text().rsplit(")", 1)[1].split()[0] == "Z":
             return
         time.sleep(0.1)
     pytest.fail("the child still runs")
@@ -224,9 +232,22 @@ def test_each_gate_fails_for_its_own_reason(changes, verdicts):
     assert sum(line.startswith("FAILED") for line in lines) == verdicts.count(False)
 
 
-def test_speed_leaves_the_first_token_out():
-    fast = served.speed({"speed": [{"tokens": 11, "seconds": 0.2}]}, {"speed": [{"tokens": 11, "seconds": 0.4}]}, 3)
+class Clocked:
+    """An engine that answers with known times, and notes in `order` when it was asked."""
+
+    def __init__(self, name, seconds, order):
+        self.name, self.seconds, self.order = name, seconds, order
+
+    def one(self, i):
+        self.order.append((self.name, i))
+        return {"tokens": 11, "seconds": self.seconds}
+
+
+def test_speed_is_measured_in_turns_and_leaves_the_first_token_out():
+    order = []
+    fast = served.speed(Clocked("draft", 0.2, order), Clocked("plain", 0.4, order), 2, 3)
     assert (fast["tokens_per_second_with_draft"], fast["tokens_per_second_plain"], fast["speedup"]) == (50.0, 25.0, 2.0)
+    assert order[2:] == [("draft", 0), ("plain", 0), ("draft", 1), ("plain", 1)]
     assert "1.60 times" in served.table(result())
 
 

@@ -18,13 +18,13 @@ from helpers import verifier as verifiers
 from helpers.chains import ChainRecord, check
 from helpers.conversations import Prompt
 from helpers.errors import EngineError
-from helpers.launcher import interpreter, run
+from helpers.launcher import Engine, engine, interpreter
 from helpers.params import STAGES, Parameters
 from helpers.verifier import Verifier
 
 WITHIN = 0.03  # acceptance per position may differ by so much: rounding turns ties, and the texts part there
 FEWEST = 60  # prompts, for a difference of that size to mean something
-FORMS = ("speculators", "eagle")  # formats vLLM reads; the first is the one compared with ours
+FORMS = {"speculators": "vllm-speculators", "eagle": "vllm-eagle"}  # what vLLM reads, and the contract; the first is compared with ours
 
 
 def records(
@@ -33,7 +33,7 @@ def records(
     """vLLM's answers as chain records: what each step emitted is worked out from the tokens it returned.
 
     Args:
-        served: from `launcher.run`; inside: per verifier token, whether the draft can propose it.
+        served: `Engine.result`; inside: per verifier token, whether the draft can propose it.
 
     Raises:
         EngineError: steps and tokens, or steps and vLLM's own totals, do not add up.
@@ -107,19 +107,19 @@ def texts(
     }
 
 
-def speed(drafted: dict[str, Any], plain: dict[str, Any], k: int) -> dict[str, Any]:
-    """vLLM's tokens per second one prompt at a time, with and without the draft, prefill left out of both."""
-
-    def rate(rows: Sequence[dict[str, float]]) -> float:
-        return sum(row["tokens"] - 1 for row in rows) / max(sum(row["seconds"] for row in rows), 1e-9)
-
-    with_draft, without = rate(drafted["speed"]), rate(plain["speed"])
+def speed(drafted: Engine, plain: Engine, prompts: int, k: int) -> dict[str, Any]:
+    """vLLM's tokens per second one prompt at a time, with and without the draft, in turns; prefill left out of both."""
+    both = (drafted, plain)
+    for one in both:
+        one.one(0)  # the first use allocates
+    taken = [[one.one(i) for one in both] for i in range(prompts)]
+    rates = [sum(row["tokens"] - 1 for row in rows) / max(sum(row["seconds"] for row in rows), 1e-9) for rows in zip(*taken, strict=True)]
     return {
-        "prompts": len(drafted["speed"]),
+        "prompts": prompts,
         "k": k,
-        "tokens_per_second_with_draft": with_draft,
-        "tokens_per_second_plain": without,
-        "speedup": with_draft / without,
+        "tokens_per_second_with_draft": rates[0],
+        "tokens_per_second_plain": rates[1],
+        "speedup": rates[0] / rates[1],
     }
 
 
@@ -137,7 +137,7 @@ def measure(
     vLLM runs the draft as `exports` writes it, in speculators' format and in EAGLE's; both have to accept the same.
 
     Raises:
-        MissingInput, EngineError: see `launcher.run`. DataError: the draft cannot be exported, or a prompt is too long.
+        MissingInput, EngineError: see `launcher.engine`. DataError: the draft cannot be exported, or a prompt is too long.
     """
     where = interpreter(python)  # before anything that takes long
     k, most = parameters.speculative_tokens, parameters.evaluation_max_tokens
@@ -147,21 +147,24 @@ def measure(
     made = speculative.decode(verifier, ids, max_tokens=most, drafter=drafter, k=k, batch_rows=rows)
     ours = made.records([p.id for p in found], [p.category for p in found], drafter.inside)
     report(f"decoded {len(ids)} prompts here: {made.emitted + len(ids):,} tokens")
-    engine = {"max_tokens": most, "end_ids": sorted(verifier.end_ids), "dtype": parameters.verifier_dtype, "python": where}
+    options = {"max_tokens": most, "end_ids": verifier.end_ids, "dtype": parameters.verifier_dtype, "python": where}
     served: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        for form in FORMS:
-            exports.export(draft_folder, form, Path(scratch, form), verifier.folder, only=["vllm"])
-            speedy = timed if form == FORMS[0] else 0
-            served[form] = run(verifier.folder, ids, draft_folder=Path(scratch, form), k=k, batch_rows=rows, speed_prompts=speedy, **engine)
-            spent = served[form]["seconds"]
-            report(f"in vLLM {served[form]['vllm']}, {form} format: loaded in {spent['load']:.0f} s, decoded in {spent['decode']:.0f} s")
+        for form, contract in FORMS.items():
+            folder = Path(scratch, form)
+            exports.export(draft_folder, form, folder, verifier.folder, only=[contract])
+            with engine(verifier.folder, ids, draft_folder=folder, k=k, batch_rows=rows, **options) as drafted:
+                spent, version = (drafted.result[name] for name in ("seconds", "vllm"))
+                report(f"in vLLM {version}, {form} format: loaded in {spent['load']:.0f} s, decoded in {spent['decode']:.0f} s")
+                if not served:
+                    with engine(verifier.folder, ids[:timed], batch_rows=0, **options) as plain:
+                        rates = speed(drafted, plain, timed, k)
+                served[form] = drafted.result
     both = [records(found, ids, served[form], drafter.inside) for form in FORMS]
     theirs = both[0]
-    plain = run(verifier.folder, ids[:timed], batch_rows=1, speed_prompts=timed, **engine)
     lengths = [acceptance.accept_length(side, seed=parameters.seed).row() for side in (ours, theirs)]
     return {
-        "vllm": served[FORMS[0]]["vllm"],
+        "vllm": version,
         "prompts": len(ids),
         "k": k,
         "positions": positions(ours, theirs),
@@ -170,7 +173,7 @@ def measure(
         "formats": {form: served[form]["counters"] for form in FORMS},
         "formats_largest_difference": max(abs(row["difference"]) for row in positions(*both)),
         "texts": texts(verifier, found, ids, ours, theirs),
-        "speed": speed(served[FORMS[0]], plain, k),
+        "speed": rates,
         "seconds": {form: served[form]["seconds"] for form in FORMS},
     }
 
