@@ -1,7 +1,7 @@
 # Every target builds .venv when it is missing or when its inputs changed. `make` alone lists the targets.
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help run test test-unit lint lab bench clean
+.PHONY: help run test test-unit served-test lint lab bench clean
 
 PARAMS ?= papermill_params/smollm2.yaml
 LAB ?=
@@ -9,10 +9,14 @@ ONLY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM := .venv-vllm
 
 # A moved or copied checkout has an environment that points to the old place: build it again.
 ifneq ($(shell cat $(READY) 2>/dev/null),$(CURDIR))
 .PHONY: $(READY)
+endif
+ifneq ($(shell cat $(VLLM)/.ready 2>/dev/null),$(CURDIR))
+.PHONY: $(VLLM)/.ready
 endif
 
 help: ## list the targets
@@ -32,7 +36,11 @@ test: test-unit ## everything: unit tests, end to end, lint, committed pages
 	$(BIN)/workbook check-rendered
 
 test-unit: $(READY) ## unit tests alone (under three minutes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not served" -n 2 --dist loadfile
+
+served-test: $(READY) $(VLLM)/.ready ## one draft here and in vLLM (in .venv-vllm, 2 GB): the same acceptance
+	$(BIN)/workbook fetch
+	WORKBOOK_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -q -m served tests/test_served.py
 
 lint: $(READY) ## ruff over the package, the tests and the notebooks
 	$(BIN)/ruff check .
@@ -47,8 +55,8 @@ endif
 bench: $(READY) ## run the benchmarks: one table, benchmarks/results.json; ONLY=training runs one
 	$(BIN)/python benchmarks/run.py $(ONLY)
 
-clean: ## remove .venv and caches; data/ and rendered/ stay
-	rm -rf $(VENV) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+clean: ## remove .venv, .venv-vllm and caches; data/ and rendered/ stay
+	rm -rf $(VENV) $(VLLM) build src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find src tests notebooks benchmarks scripts \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(READY): pyproject.toml constraints.txt
@@ -65,3 +73,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m ipykernel install --sys-prefix --name python3 --display-name "Python 3 (ipykernel)" \
 	  --env PYTHONWARNINGS "ignore:IProgress not found" >/dev/null; \
 	printf '%s' "$(CURDIR)" > $(READY)
+
+$(VLLM)/.ready: scripts/vllm-requirements.txt scripts/vllm-environment.sh
+	@sh scripts/vllm-environment.sh $(VLLM) $(BIN)/python
+	@printf '%s' "$(CURDIR)" > $@

@@ -64,6 +64,10 @@ class AttentionError(WorkbookError):
     exit_code = 6
 
 
+class EngineError(WorkbookError):
+    """An inference engine beside the workbook (vLLM) failed, or its answer is not what it has to be."""
+
+
 class LockedRun(WorkbookError):
     """Another process is writing to this stage."""
 

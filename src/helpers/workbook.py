@@ -1,4 +1,4 @@
-"""The command line: run, prepare, check, check-rendered, export, params, fetch, doctor."""
+"""The command line: run, prepare, check, check-rendered, export, served, params, fetch, doctor."""
 
 from __future__ import annotations
 
@@ -143,6 +143,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(check.state == "problem" for check in checks) else 0
 
 
+def _served(arguments: argparse.Namespace) -> int:
+    from helpers import served
+
+    result = served.of_run(params.load(arguments.params))
+    print(served.table(result))
+    return served.verdict(result)
+
+
 def parser() -> argparse.ArgumentParser:
     """The argument parser with its subcommands."""
     codes = "Exit codes: 2 to 8 as in helpers/errors.py, 9 the kernel died, 130 Ctrl-C, 143 SIGTERM, 1 any other failure."
@@ -170,6 +178,8 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--to", required=True, choices=("speculators", "eagle"), help="speculators: vLLM; eagle: SGLang and vLLM")
     export.add_argument("--engine", action="append", default=[], choices=("vllm", "sglang"), help="refuse unless this engine can serve it")
     export.add_argument("--out", metavar="FOLDER", help="where to write it (data/runs/<run>/exports/<format>)")
+    served = add("served", _served, "run a run's best draft in vLLM on its evaluation prompts; its acceptance beside ours")
+    served.add_argument("params", type=Path, metavar="PARAMS")
     listed = add("params", _params, "every parameter: type, range, default, notebooks, meaning")
     listed.add_argument("--profile", metavar="NAME", help=f"instead the lines of a published recipe: {', '.join(profiles.PROFILES)}")
     fetch = add("fetch", _fetch, "put the verifier on this disk, once; offline afterwards")
