@@ -38,8 +38,8 @@ FIGURE = "from IPython.display import Image, display\nimport base64\n" + (
 OPEN = """from helpers import kernels, manifest, params
 parameters = params.from_cell(globals())
 stage = manifest.open_stage("{name}", parameters)"""
-FINISH = 'stage.path("out.txt").write_text(str(parameters.seed))\nstage.finish(["out.txt"], {})'
-HEADLINE = 'stage.finish([], {"accept_length": 1.75, "accept_length_interval": [1.6, 1.9], "speedup": 1.2, "by_k": {"3": 1.75}})'
+FINISH = 'stage.path("out.txt").write_text(str(parameters.seed))\nrecord = stage.finish(["out.txt"], {})'
+HEADLINE = 'record = stage.finish([], {"accept_length": 1.75, "accept_length_interval": [1.6, 1.9], "speedup": 1.2, "by_k": {"3": 1.75}})'
 
 
 # Another process that holds a lock until it is killed.
