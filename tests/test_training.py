@@ -107,6 +107,17 @@ def test_a_nan_in_a_stored_row_stops_the_run_and_names_the_file(made, tiny_folde
     assert "hs_3.safetensors" in caught.value.where
 
 
+@pytest.mark.parametrize("prompts", [True, False])
+def test_prompt_positions_are_supervised_in_training_alone(made, prompts):
+    parameters = settings(train_on_prompts=prompts)
+    masks = {}
+    for split in ("train", "val"):
+        batch = next(iter(training.loader(training.dataset(made[0], parameters, split), parameters, 64, train=split == "train")))
+        masks[split] = batch["loss_mask"][0][(batch["document_ids"] == 0)[0]].bool()
+    assert masks["train"].tolist() == [prompts] * 7 + [True] * 24  # eight prompt tokens, shifted by one
+    assert masks["val"].tolist() == [False] * 7 + [True] * 24
+
+
 def test_a_signal_that_comes_while_a_row_is_read_is_not_called_damage(made, monkeypatch):
     from speculators.train.data import ArrowDataset
     from speculators.train.graceful_shutdown import TrainingInterruptedError
@@ -150,7 +161,7 @@ def test_a_row_longer_than_a_batch_is_refused(made):
 
 
 def test_noise_has_the_asked_deviation_and_touches_training_rows_only(made):
-    parameters = settings(noise_std=0.5)
+    parameters = settings(noise_std=0.5, train_on_prompts=False)
     data = training.dataset(made[0], parameters, "train")
     torch.manual_seed(0)
     noisy, clean = (training.loader(data, parameters, 64, train=t).collate_fn([data[0]]) for t in (True, False))

@@ -86,6 +86,7 @@ class Parameters(BaseModel):
     train_ttt_steps: Count = _p(3, "34", "training-time-test steps", ge=1, le=8)
     train_step_decay: float = _p(1.0, "34", "weight of step j is this to the power j", gt=0.0, le=1.0)
     train_loss: Literal["kl_div", "ce", "tv", "nla", "lk_hybrid", "js_div", "rkl_div"] = _p("kl_div", "34", "loss against the verifier's distribution")
+    train_on_prompts: bool = _p(True, "4", "take the loss at prompt positions too, not at the answers' alone")
     noise_std: float = _p(0.0, "4", "standard deviation of Gaussian noise on training hidden states", ge=0.0, le=10.0)
 
     prompts_evaluation: str = _p("data/prompts/evaluation.jsonl", "15", "prompts the draft is measured on (JSONL with category)", min_length=1)

@@ -24,7 +24,7 @@ def packed(row: dict[str, torch.Tensor], hidden_size: int, size: int = 0) -> dic
     from speculators.train.data import CollateFn
 
     size = max(size, len(row["input_ids"]) - 1)
-    batch = CollateFn(size, hidden_size, dtype=row["hidden_states"].dtype, preprocess=training.Noise(0.0))([dict(row)])
+    batch = CollateFn(size, hidden_size, dtype=row["hidden_states"].dtype, preprocess=training.Preparation())([dict(row)])
     return {k: v for k, v in batch.items() if isinstance(v, torch.Tensor)}
 
 
@@ -151,7 +151,7 @@ def expect(trainer: Any, parameters: Parameters, proposal: dict[str, Any]) -> di
     """
     sampler = trainer.train_loader.batch_sampler
     plan, device = list(sampler), torch.device(trainer.device_type)
-    starts = max(_starts(trainer.train_loader.dataset, batch, parameters.train_ttt_steps) for batch in plan[:64])
+    starts = max(_starts(trainer.train_loader.dataset, batch, parameters) for batch in plan[:64])
     ours = hasattr(trainer.model, "full_head")
     memory = {}
     if ours:  # the library's own attention holds dense masks, whose cost notebook 03 has measured
@@ -175,12 +175,12 @@ def expect(trainer: Any, parameters: Parameters, proposal: dict[str, Any]) -> di
     }
 
 
-def _starts(data: Any, batch: Sequence[int], steps: int) -> int:
-    """Positions of a batch that the step computes: those with a supervised target within `steps`."""
+def _starts(data: Any, batch: Sequence[int], parameters: Parameters) -> int:
+    """Positions of a batch that the step computes: those with a supervised target within its TTT steps."""
     total = 0
     for row in data.data.select(batch).select_columns("loss_mask"):
-        mask = row["loss_mask"][1:].bool()  # shifted as the trainer shifts it
-        total += int(ttt.plan(torch.zeros(len(mask), dtype=torch.long), mask, steps).starts.numel())
+        mask = row["loss_mask"][1:].bool() | parameters.train_on_prompts  # shifted as the trainer shifts it
+        total += int(ttt.plan(torch.zeros(len(mask), dtype=torch.long), mask, parameters.train_ttt_steps).starts.numel())
     return total
 
 

@@ -28,23 +28,29 @@ from helpers.params import Parameters
 # --- data --------------------------------------------------------------------------------------------------------
 
 
-class Noise:
-    """Gaussian noise on the hidden states of a training row, off at 0.
+class Preparation:
+    """What happens to a row on its way into a batch: the library's shift and, in training, two choices.
 
-    Up to 0.8 speculators had `AddUniformNoise` and `AddGaussianNoise` transforms; 0.9.0 dropped them without a
-    successor. EAGLE-1 drew from U(-0.1, 0.1). The draw uses torch's global generator, which every epoch seeds.
+    With `every_position` the loss is taken at prompt positions too: the verifier's distribution is known there as well,
+    and the draft's keys and values at them are computed anyway.
+
+    `noise_std` puts Gaussian noise on the hidden states, off at 0. Up to 0.8 speculators had `AddUniformNoise` and
+    `AddGaussianNoise` transforms; 0.9.0 dropped them without a successor. EAGLE-1 drew from U(-0.1, 0.1). The draw uses
+    torch's global generator, which every epoch seeds.
     """
 
-    def __init__(self, std: float):
-        self.std = std
+    def __init__(self, noise_std: float = 0.0, every_position: bool = False):
+        self.noise_std, self.every_position = noise_std, every_position
 
     def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
         from speculators.models.eagle3.data import shift_batch
 
+        if self.every_position:
+            row = row | {"loss_mask": torch.ones_like(row["loss_mask"])}
         row = shift_batch(row)
-        if self.std:
+        if self.noise_std:
             states = row["hidden_states"]
-            row["hidden_states"] = states + (torch.randn(states.shape) * self.std).to(states.dtype)
+            row["hidden_states"] = states + (torch.randn(states.shape) * self.noise_std).to(states.dtype)
         return row
 
 
@@ -113,9 +119,9 @@ def loader(data: Any, parameters: Parameters, hidden_size: int, *, train: bool) 
             do="look at the mask in notebook 01; with few conversations, raise heldout_share",
         )
     sampler = MultipackDistributedBatchSamplerV2(parameters.train_batch_tokens, data.approx_lengths, 1, 0, seed=parameters.seed)
-    collate = CollateFn(
-        parameters.train_batch_tokens, hidden_size, dtype=data.hidden_states_dtype, preprocess=Noise(parameters.noise_std if train else 0.0)
-    )
+    # held-out rows keep their mask and their states: answers are what a draft is judged by
+    prepared = Preparation(parameters.noise_std, parameters.train_on_prompts) if train else Preparation()
+    collate = CollateFn(parameters.train_batch_tokens, hidden_size, dtype=data.hidden_states_dtype, preprocess=prepared)
     return DataLoader(data, batch_sampler=sampler, collate_fn=collate)
 
 
