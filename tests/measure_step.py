@@ -69,7 +69,7 @@ def measure(run, folder):
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     trainer.train_epoch(0)
-    logging.getLogger("speculators.metrics").handlers = []  # the last handler holds the trainer, and the next run would free it
+    logging.getLogger("speculators.metrics").handlers = []  # the last one holds the trainer, and the next run would free it
     starts = len(ttt.plan(batches.documents, batches.mask, parameters.train_ttt_steps).starts)
     return status("VmHWM") - before, step_memory.peak(step_memory.sizes(proposal, parameters, starts=starts, device=device))
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trained_rows import CPU, settings, store, trainer_for, weights
+from transformers import AutoConfig
 
-from helpers import curves, draft, extraction, library_shim, training, ttt
+from helpers import curves, draft, extraction, forecast, library_shim, training, ttt
 from helpers.errors import DamagedInput, DataError, WorkbookError
 from helpers.verifier import load
 
@@ -275,3 +276,27 @@ def test_what_a_kill_left_half_written_is_cleared_away(made, tiny_folder, tmp_pa
     (half / "model.safetensors").write_bytes(b"cut off")
     trainer_for(made, tiny_folder, tmp_path).run_training()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_forecast_counts_the_steps_to_come_and_moves_nothing(made, tiny_folder, tmp_path, optimizer):
+    trainer = trainer_for(made, tiny_folder, tmp_path, train_optimizer=optimizer, train_epochs=1)
+    before, parameters = weights(trainer), settings(train_optimizer=optimizer, train_epochs=1)
+    proposal, _ = draft.propose(AutoConfig.from_pretrained(tiny_folder), parameters, [2, 4, 5])
+    plan = forecast.expect(trainer, parameters, proposal)
+    assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
+    assert all(not o.state for o in trainer.optimizers) and trainer.global_step == 0
+    # a batch holds two rows of 8 + 24 tokens: 24 supervised and the two positions before, whose later steps reach them
+    assert plan["supervised starts in the fullest batch"] == 2 * 26
+    assert plan["tokens per epoch"] == 9 * 32 and 0 < plan["of it optimiser"] < plan["seconds per step"]
+    trainer.run_training()
+    assert plan["steps"] == len(trainer.curve)
+
+
+def test_a_run_that_memory_cannot_hold_is_refused_before_the_probe(made, tiny_folder, tmp_path, monkeypatch):
+    trainer = trainer_for(made, tiny_folder, tmp_path)
+    proposal, _ = draft.propose(AutoConfig.from_pretrained(tiny_folder), settings(), [2, 4, 5])
+    monkeypatch.setattr("helpers.step_memory.available", lambda _: 1000.0)
+    monkeypatch.setattr(forecast, "_probe", lambda *_: pytest.fail("the probe would be what runs out of memory"))
+    with pytest.raises(WorkbookError, match="training needs about"):
+        forecast.expect(trainer, settings(), proposal)

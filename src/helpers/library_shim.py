@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -68,3 +70,20 @@ class _CpuTimer:
         seconds = self._marks["opt"] - self._marks["start"]
         fetch = self._marks["fetch"] - self._marks["start"]
         return {"tokens_per_s": num_tokens / seconds, "step_ms": seconds * 1000, "fetch_frac": fetch / seconds}
+
+
+class _Collector(logging.Handler):
+    def __init__(self, record: Callable[[dict[str, Any]], None]):
+        super().__init__()
+        self.keep = record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.msg, dict) and "train" in record.msg:
+            self.keep(record.msg)
+
+
+def collect(logger: logging.Logger, record: Callable[[dict[str, Any]], None]) -> None:
+    """Hand every training step of the library's metric log to `record`, and to nobody else."""
+    logger.handlers = [_Collector(record)]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

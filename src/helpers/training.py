@@ -11,7 +11,6 @@ What is changed and why:
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -224,7 +223,7 @@ def make_trainer(
             super().train_epoch(epoch, step_callback=step_callback)
 
         def record(self, entry: dict[str, Any]) -> None:
-            """Keep one logged training step (called by the log handler below)."""
+            """Keep one logged training step (called by the library's metric log)."""
             train, profile, rate = entry["train"], entry["profile"] or {}, entry["lr"]
             row = {"step": entry["global_step"], "epoch": entry["epoch"]}
             row |= {k: v for k, v in train.items() if k.startswith(("loss", "full_acc", "cond_acc"))}
@@ -273,23 +272,8 @@ def make_trainer(
     if attention == "ttt":
         ttt.bind(model, _full_head(model, device, config.hidden_states_dtype))
     made = DraftTrainer(model, config, train_loader, val_loader)
-    handler = _Collector(made)
-    library.metric_logger.handlers = [handler]
-    library.metric_logger.setLevel(logging.INFO)
-    library.metric_logger.propagate = False
+    library_shim.collect(library.metric_logger, made.record)
     return made
-
-
-class _Collector(logging.Handler):
-    """Hands the library's metric log to the trainer's curve."""
-
-    def __init__(self, trainer: Any):
-        super().__init__()
-        self.trainer = trainer
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.msg, dict) and "train" in record.msg:
-            self.trainer.record(record.msg)
 
 
 def _full_head(model: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
