@@ -217,6 +217,17 @@ def test_on_cuda_the_variable_length_kernel_is_taken_and_elsewhere_not(monkeypat
     assert taken == ["forward", "backward"]
 
 
+def test_gradients_do_not_depend_on_how_threads_share_the_heads(monkeypatch):
+    q, k, v = tensors()
+    out, lse, _ = flash.forward(q, k, v, SEGMENTS, 0.3, None)
+    found = []
+    for threads in (1, 3):  # two key-value heads: even for one thread, uneven for three
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(flash.backward(q, q, k, v, out, lse, SEGMENTS, 0.3, None, None))
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
 # --- CPU ---------------------------------------------------------------------------------------------------------
 
 

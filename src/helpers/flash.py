@@ -67,9 +67,8 @@ def missing(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """Why the fused kernel cannot serve here, in words; empty if it can."""
     if device.type not in PAIRS:
         return f"PyTorch has no fused kernel for {device.type}"
-    for name in PAIRS[device.type]:
-        if _changed(name):
-            return _changed(name)
+    if changed := [words for name in PAIRS[device.type] if (words := _changed(name))]:
+        return changed[0]
     if dtype not in DTYPES[device.type]:
         return f"the {device.type} kernel does not take {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda":
@@ -93,7 +92,7 @@ def forward(q_MQD, k_NGD, v_NGD, segments: Sequence[Segment], scale: float, wind
     """
     if q_MQD.device.type == "cuda" and fused(q_MQD.device, q_MQD.dtype, q_MQD.shape[-1]):
         return _forward_cuda(q_MQD, k_NGD, v_NGD, segments, scale, window)
-    out, lse = torch.zeros_like(q_MQD), torch.zeros(q_MQD.shape[:2], dtype=torch.float32, device=q_MQD.device)
+    out, lse = (torch.zeros(shape, dtype=torch.float32, device=q_MQD.device) for shape in (q_MQD.shape, q_MQD.shape[:2]))
     for segment in segments:
         rows = slice(segment.row, segment.row + segment.stop - segment.start)
         q, merged = _heads_first(q_MQD[rows]), None
@@ -119,10 +118,8 @@ def backward(d_MQD, q_MQD, k_NGD, v_NGD, out, lse, segments, scale: float, windo
     """
     if q_MQD.device.type == "cuda" and fused(q_MQD.device, q_MQD.dtype, q_MQD.shape[-1]):
         return _backward_cuda(d_MQD, q_MQD, k_NGD, v_NGD, out, lse, segments, scale, window, kept)
-    dq = torch.zeros(q_MQD.shape, dtype=torch.float32, device=q_MQD.device)
     # a key's gradient is the sum over all segments that read it, so it is summed in float32
-    dk = torch.zeros(k_NGD.shape, dtype=torch.float32, device=k_NGD.device)
-    dv = torch.zeros(v_NGD.shape, dtype=torch.float32, device=v_NGD.device)
+    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q_MQD, k_NGD, v_NGD))
     for segment in segments:
         rows = slice(segment.row, segment.row + segment.stop - segment.start)
         q, d, o = (_heads_first(x[rows]) for x in (q_MQD, d_MQD, out))
@@ -156,7 +153,6 @@ def _window_mask(queries: int, keys: int, first: int, window: int, like: torch.T
 
 
 def _behind(ahead: int, x_1QnD: torch.Tensor) -> torch.Tensor:
-    """Rows with `ahead` rows of zeros before them."""
     return torch.nn.functional.pad(x_1QnD, (0, 0, ahead, 0)) if ahead else x_1QnD
 
 
@@ -186,7 +182,7 @@ def _dense_scores(q, k, causal, mask, scale):
 
 
 def _width(k: torch.Tensor) -> torch.dtype:
-    """Few keys go in float32: there the kernel's backward takes 1.5 to 3 times as long in bfloat16."""
+    # the kernel's backward takes 1.5 to 3 times as long in bfloat16 over few keys
     return torch.float32 if k.dtype == torch.bfloat16 and k.shape[2] <= SHORT else k.dtype
 
 
@@ -209,9 +205,13 @@ def _backward0(d_out, q, k, v, out, lse, causal, mask, scale):
     """Gradients of q, k, v through one part, given the merged out and lse."""
     if fused(q.device, q.dtype, q.shape[-1]):
         mask, (q, k, v, d_out, out) = None if mask is None else mask.to(_width(k)), _widened(q, k, v, d_out, out)
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        wide = q.shape[1] // k.shape[1] if k.shape[1] % torch.get_num_threads() else 1
+        # the kernel's threads share out key-value heads: where they do not come out even, query heads come out better
+        k, v = (x.repeat_interleave(wide, 1) if wide > 1 else x for x in (k, v))
+        gq, *rest = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
+        return gq, *(x.unflatten(1, (-1, wide)).sum(2, dtype=torch.float32) if wide > 1 else x for x in rest)
     groups = q.shape[1] // k.shape[1]
     wide_k, wide_v, d_out = k.float().repeat_interleave(groups, 1), v.float().repeat_interleave(groups, 1), d_out.float()
     p = (_dense_scores(q.float(), k.float(), causal, mask, scale) - lse[..., None]).exp()
@@ -285,8 +285,7 @@ def _forward_cuda(q_MQD, k_NGD, v_NGD, segments, scale, window):
 
 
 def _backward_cuda(d_MQD, q_MQD, k_NGD, v_NGD, out, lse, segments, scale, window, kept):
-    n, rng, unused = kept
-    rows = n.rows
+    (n, rng, unused), rows = kept, kept[0].rows
     k, v = (x if n.index is None else x.index_select(0, n.index) for x in (k_NGD.contiguous(), v_NGD.contiguous()))
     d, q, o = (x[:rows].contiguous() for x in (d_MQD, q_MQD, out))
     gq, gk, gv = torch.ops.aten._flash_attention_backward(

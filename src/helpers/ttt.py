@@ -11,7 +11,7 @@ The backward calls the same kernel's backward with the *merged* out and lse, whi
 p_m = e^(s_m - lse) and ds_m = p_m (dO . (v_m - out)), dq += scale ds_m k_m, dk_m = scale ds_m q, dv_m = p_m dO.
 
 Only *starts* need queries, MLP and logits: positions whose target at some step is supervised. Prompts give keys and
-values of step 0 alone (`pointwise`: what lies between the matrix products; `flash`: block 0's kernels). The verifier's target
+values of step 0 alone (`starts`; `pointwise`: what lies between the matrix products; `flash`: block 0's kernels). The verifier's target
 distribution is computed once per position, and the loss block by block (`headloss`), so no [tokens, draft vocabulary] tensor exists.
 
 Shapes: N packed tokens, M starts, H hidden, Q query heads, G key-value heads, D head dimension, V draft vocabulary.
@@ -20,7 +20,7 @@ Shapes: N packed tokens, M starts, H hidden, Q query heads, G key-value heads, D
 from __future__ import annotations
 
 import types
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
@@ -29,54 +29,7 @@ from transformers import activations
 from helpers import flash, headloss
 from helpers.flash import Segment
 from helpers.pointwise import gated_mlp, join, rms_norm, rotate, take
-
-
-class Plan(NamedTuple):
-    """Which positions a batch needs, from its documents and mask."""
-
-    starts: torch.Tensor  # [M] positions that need a query
-    segments: list[Segment]
-    targets: list[torch.Tensor]  # per step: rows (into starts) whose target is supervised and in the same document
-    documents: list[Segment]  # every document whole, for layers below the last
-
-
-def plan(document_ids_N: torch.Tensor, loss_mask_N: torch.Tensor, steps: int) -> Plan:
-    """Positions needed at each of `steps` steps: start i has its step-k target at i + k, in the same document.
-
-    Args:
-        document_ids_N: document of each position, -1 for padding; loss_mask_N: 1 where the target is supervised.
-    """
-    documents, supervised = document_ids_N.cpu(), loss_mask_N.cpu().bool() & (document_ids_N.cpu() >= 0)
-    total = documents.numel()
-    reaches = []
-    for k in range(steps):
-        ok = torch.zeros(total, dtype=torch.bool)
-        if k < total:
-            ok[: total - k] = supervised[k:] & (documents[: total - k] == documents[k:])
-        reaches.append(ok)
-    needed = torch.stack(reaches).any(0)
-    starts = needed.nonzero().squeeze(1)
-    row_of = torch.full((total,), -1)
-    row_of[starts] = torch.arange(starts.numel())
-    begin: dict[int, int] = {}
-    whole = []
-    ids = documents.tolist()
-    for i, d in enumerate(ids):
-        if d >= 0 and d not in begin:
-            begin[d] = i
-        if d >= 0 and (i + 1 == total or ids[i + 1] != d):
-            whole.append(Segment(begin[d], begin[d], i + 1, begin[d]))
-    segments = []
-    for row, i in enumerate(starts.tolist()):
-        last = segments[-1] if segments else None
-        if last and last.stop == i and ids[i] == ids[i - 1]:
-            segments[-1] = last._replace(stop=i + 1)
-        else:
-            segments.append(Segment(begin[ids[i]], i, i + 1, row))
-    targets = [row_of[ok.nonzero().squeeze(1)] for ok in reaches]
-    device = document_ids_N.device
-    return Plan(starts.to(device), segments, [t.to(device) for t in targets], whole)
-
+from helpers.starts import Plan, plan
 
 # --- attention -----------------------------------------------------------------------------------------------------
 
@@ -95,7 +48,8 @@ class _Attend(torch.autograd.Function):
             out = out.float().mul_((lse - total).exp_()[..., None])
             for s, v in zip(scores, diagonals[1::2], strict=True):
                 out.unflatten(1, (-1, groups)).addcmul_((s - total).exp().unflatten(1, (-1, groups))[..., None], v.float()[:, :, None])
-            out, lse = out.to(q_MQD.dtype), total
+            lse = total
+        out = out.to(q_MQD.dtype)
         ctx.save_for_backward(q_MQD, k_NGD, v_NGD, out, lse, *diagonals)
         ctx.segments, ctx.window, ctx.scale, ctx.kept = segments, window, scale, kept
         return out
