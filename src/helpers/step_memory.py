@@ -6,15 +6,13 @@
 after the forward, so they are there while it runs), optimiser state (AdamW two moments, Muon one), the verifier's whole
 head, the batch.
 
-*Saved*, in the dtype of the arithmetic (c bytes a value) unless float32 is said. Before attention, for every position at
-step 0 and for the starts alone at later steps: the embedding normed; the state in float32 and normed; the joined input of 2H
-values, once for each of q, k and v under autocast, which casts it for each; k and v. After attention, for the starts: q and
-attention's output; two sums and two norms in float32; the MLP's inputs, gate, activation, up and product; the gradient of
-the loss by the normed state. Under autocast also one cast of every trained matrix, and for a trained head its gradient in
-float32 at every step.
+*Saved*, in the dtype of the arithmetic (c bytes a value) unless float32 is said. For every position at step 0 and for the
+starts alone at later steps: the joined input of 2H values, k and v projected and k turned, the angles in float32; at step 0
+also the projected state, and the joined input of the starts again. For the starts at every step: q and attention's output;
+the state before and after the MLP in float32; the MLP's input, gate and up; the final norm's output and the gradient of the
+loss by it. Once: a cast of every trained matrix (in float32, a copy of those that are stacked), and a trained head's gradient.
 
-*Passing*: one block of 256 rows of logits, a step's target probabilities and normed states, the cast of the head; or the
-optimiser's own.
+*Passing*: one block of 256 rows of logits and what the loss makes of it, the casts of both heads; or the optimiser's own.
 
 Only tensors are counted. A GPU's allocator and a CPU's keep freed blocks besides, so what is refused could not have run, and
 what is let through may still need more (on a CPU up to half as much again was seen with glibc's own settings).
@@ -29,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from helpers import ttt
+from helpers import flash, headloss
 from helpers.errors import WorkbookError
 from helpers.params import Parameters
 
@@ -103,7 +101,7 @@ def sizes(proposal: dict[str, Any], parameters: Parameters, *, starts: int, devi
         train_head=parameters.train_head,
         normed_input=proposal["norm_before_fc"] or proposal.get("fc_norm", False),
         optimizer=parameters.train_optimizer,
-        dense=device is not None and not ttt.fused(device, dtype),
+        dense=device is not None and not flash.fused(device, dtype, layer["head_dim"]),
     )
 
 
@@ -118,21 +116,18 @@ def matrices(s: Sizes) -> dict[str, int]:
     return found
 
 
-def _saved_by_layer(s: Sizes, first: bool, before: int) -> int:
-    """Bytes one decoder layer saves at one TTT step; `before` rows up to attention, the starts after it."""
-    h, c, cast, after = s.hidden, s.compute, s.compute < FLOAT, s.starts
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    inputs = 2 * h if first else h
-    total = before * h * (FLOAT + (c if first and before > after else FLOAT) * cast) if cast else before * h * FLOAT
-    if first:
-        total += before * h * c  # the embedding, normed
-    if cast:
-        total += (2 * before + after) * inputs * c
-    else:
-        total += (before + (after if before > after else 0)) * inputs * c
-    total += 2 * before * kv * c + 2 * after * q * c + after * s.heads * FLOAT
-    total += 3 * after * h * FLOAT + (2 if cast else 1) * after * h * c + 4 * after * s.width * c
-    return total
+def _saved_by_layer(s: Sizes, index: int, j: int) -> int:
+    """Bytes one decoder layer saves at TTT step j: its input rows are all positions at step 0, its queries' the starts.
+
+    A layer below the last needs its output everywhere at step 0.
+    """
+    h, c, q, kv = s.hidden, s.compute, s.heads * s.head_dim, s.kv_heads * s.head_dim
+    before = s.tokens if j == 0 else s.starts
+    after = before if index + 1 < s.layers else s.starts
+    again = after if before > after else 0
+    total = (before + again) * ((2 if index == 0 else 1) * h * c + 2 * s.head_dim * FLOAT)  # input of the projections, angles
+    total += 3 * before * kv * c + 2 * after * q * c + after * s.heads * FLOAT
+    return total + 2 * after * h * FLOAT + after * (h + 2 * s.width) * c
 
 
 def parts(s: Sizes) -> dict[str, int]:
@@ -142,20 +137,15 @@ def parts(s: Sizes) -> dict[str, int]:
     trained = sum(by_name.values()) + (d * h if s.train_head else 0)
     frozen = s.vocabulary * h + d * h * (1 if s.train_head else 2)
     moments = sum(by_name.values()) * (1 if s.optimizer == "muon" else 2) + (2 * d * h if s.train_head else 0)
-    saved = 0
-    for j in range(s.steps):
-        for i in range(s.layers):
-            before = n if j == 0 else m
-            saved += _saved_by_layer(s, i == 0, before)
-        saved += m * h * (FLOAT + c)  # the final norm, and the gradient of the loss by it
-        saved += d * h * FLOAT if s.train_head else 0
+    saved = n * h * c + sum(_saved_by_layer(s, i, j) for j in range(s.steps) for i in range(s.layers))
+    saved += s.steps * 2 * m * h * c + (d * h * FLOAT if s.train_head else 0)
     if s.normed_input:
-        saved += n * s.aux * h * c * (2 if c < FLOAT else 1)
-    casts = sum(by_name.values()) * c if c < FLOAT else 0
-    targets = m * d * c
-    block = min(ttt.ROWS, m) * d * (2 * c + 2 * FLOAT)
-    passing = targets + block + (d * h * c if c < FLOAT else 0) + m * h * (FLOAT + 2 * c)
-    passing += d * h * c if s.train_head else 0
+        saved += n * s.aux * h * c
+    stacked = sum(v for name, v in by_name.items() if name.split(".")[-1] in ("k", "v", "gate", "up"))
+    casts = sum(by_name.values()) * c if c < FLOAT else stacked * FLOAT
+    block = min(headloss.ROWS, m) * d * (2 * c + FLOAT) + 3 * headloss.SLICE * d * FLOAT
+    passing = block + m * h * c + (2 * d * h * c if c < FLOAT else 0)
+    passing += d * h * (c + FLOAT) if s.train_head else 0
     if s.dense:
         passing += 3 * s.heads * m * n * FLOAT
     stepping = 4 * max(by_name.values()) * FLOAT if s.optimizer == "muon" else trained * FLOAT
@@ -165,8 +155,8 @@ def parts(s: Sizes) -> dict[str, int]:
         "gradients": trained * FLOAT,
         "optimiser state": moments * FLOAT,
         "batch": n * (s.aux + 1) * h * c,
-        "saved for the backward": saved + casts + targets,
-        "passing": max(passing, stepping - saved - casts - targets),
+        "saved for the backward": saved + casts,
+        "passing": max(passing, stepping - saved - casts),
     }
 
 
