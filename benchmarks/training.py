@@ -5,7 +5,8 @@ under autocast with float32 master weights. The library runs at its fastest CPU 
 the concatenating eager form takes its documents as padded rows. A step is forward and backward, the optimiser not included.
 
 Time: settings take turns in one process; each round gives one ratio. Memory: a process for each setting and row, its peak above the
-built model. All rows: about eight minutes on two quiet cores, most of it the library's steps of 8,192 tokens.
+built model. All rows take about seven minutes on two quiet cores, half of it the library's steps of 8,192 tokens; a part is one row
+(`training:8x256`, under two minutes but for 8,192 tokens), or one kind of it (`training:8x256/speed`, `training:8x256/memory`).
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-ROWS = 256  # target positions of a block: enough for a matrix product to run at its rate
-SLICE = 64  # rows of it in float32 at once on a CPU: two megabytes at V = 8,192
+ROWS = 512  # target positions of a block: enough for a matrix product to run at its rate
+SLICE = 128  # rows of it in float32 at once on a CPU: four megabytes at V = 8,192
 
 
 class Verdicts(NamedTuple):
@@ -36,17 +36,21 @@ def top(x_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value, part * 64 + within
 
 
+def _log_sum(largest: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Log of the sum of exponentials [r], from the largest logit and the probability it got, which is at least 1 / V."""
+    return largest - p.amax(-1).log()
+
+
 def _distribution(logits_RV: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(sum p log p [R], best id [R]) of the verifier's logits, whose probabilities are written to `p` [R, V] float32."""
-    entropy, best = p.new_empty(len(p)), torch.empty(len(p), dtype=torch.long, device=p.device)
+    largest, best = top(logits_RV)
+    entropy, largest = p.new_empty(len(p)), largest.float()
     for a in range(0, len(p), _slice(p.device)):
         at = slice(a, a + _slice(p.device))
         wide = logits_RV[at].to(torch.float32, copy=True)
-        largest, best[at] = top(wide)
         torch.softmax(wide, -1, out=p[at])
-        # log p = logit - lse, and lse from the largest: p = 0 then gives 0, not 0 * -inf
-        lse = largest - p[at].gather(1, best[at, None]).squeeze(1).log()
-        entropy[at] = wide.mul_(p[at]).sum(-1) - lse
+        # log p = logit - lse: p = 0 then gives 0, not 0 * -inf
+        entropy[at] = wide.mul_(p[at]).sum(-1) - _log_sum(largest[at], p[at])
     return entropy, best
 
 
@@ -60,25 +64,23 @@ def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return x[first : last + 1] if last - first + 1 == at.numel() else x[at]
 
 
-def _kl(raw: torch.Tensor, p: torch.Tensor, entropy: torch.Tensor, gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(KL(p || draft) [r], best id [r]) of a slice of logits, which becomes the gradient: softmax(raw) - p."""
+def _kl(raw: torch.Tensor, largest: torch.Tensor, p: torch.Tensor, entropy: torch.Tensor, gradient: bool) -> torch.Tensor:
+    """KL(p || draft) [r] of a slice of logits, which becomes the gradient: softmax(raw) - p."""
     wide = raw.to(torch.float32, copy=True)
-    largest, best = top(wide)
     q = torch.softmax(wide, -1)
-    lse = largest - q.gather(1, best[:, None]).squeeze(1).log()
-    loss = entropy - wide.mul_(p).sum(-1) + lse
+    loss = entropy - wide.mul_(p).sum(-1) + _log_sum(largest, q)
     if gradient:
         raw.copy_(q.sub_(p))
-    return loss, best
+    return loss
 
 
-def _library_loss(raw: torch.Tensor, target: torch.Tensor, loss_config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(loss [r], gradient, best id) of the library's own losses on a block; `target` holds the verifier's logits."""
+def _library_loss(raw: torch.Tensor, target: torch.Tensor, loss_config: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss [r], gradient) of the library's own losses on a block; `target` holds the verifier's logits."""
     with torch.enable_grad():
         logits = raw.float().detach().requires_grad_()
         loss = sum(weight * fn(logits[None], target[None].float())[0] for fn, weight in loss_config.values())
         (gradient,) = torch.autograd.grad(loss.sum(), logits)
-    return loss.detach(), gradient.to(raw.dtype), top(raw)[1]
+    return loss.detach(), gradient.to(raw.dtype)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -112,14 +114,15 @@ class _HeadLoss(torch.autograd.Function):
                 if here.start == here.stop:
                     continue
                 raw, local = torch.mm(x[here], weight.T, out=raw_RV[: here.stop - here.start]), slots[j][here] - a
+                largest, guesses[j][here] = top(raw)
                 if loss_config is None:
+                    largest = largest.float()
                     for b in range(0, raw.shape[0], _slice(device)):
                         part = slice(b, b + _slice(device))
                         at = slice(here.start + b, min(here.start + b + _slice(device), here.stop))
-                        found = _kl(raw[part], _rows(p, local[part]), _rows(entropy, local[part]), gradient)
-                        rows[j][at], guesses[j][at] = found
+                        rows[j][at] = _kl(raw[part], largest[part], _rows(p, local[part]), _rows(entropy, local[part]), gradient)
                 else:
-                    rows[j][here], raw, guesses[j][here] = _library_loss(raw, logits[local], loss_config)
+                    rows[j][here], raw = _library_loss(raw, logits[local], loss_config)
                 if gradient:
                     torch.mm(raw, weight, out=d_hidden[j][here])
                 if train_head:
