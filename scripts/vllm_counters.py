@@ -12,9 +12,11 @@ on standard input, decoded alone and timed. By hand:
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -40,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--end-ids", type=int, nargs="*", default=[], help="tokens that end an answer, beside the model's own")
     parser.add_argument("--batch-rows", type=int, default=32, help="sequences decoded at once; 0: none before they are asked for")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--end-with-parent", action="store_true", help="end when the starting process is killed (Linux)")
     return parser.parse_args()
 
 
@@ -90,6 +93,8 @@ def say(value: dict) -> None:
 
 def main() -> None:
     args = arguments()
+    if args.end_with_parent:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     prompts = json.loads(Path(args.prompts).read_text())
     began = time.perf_counter()
     llm = engine(args, prompts)

