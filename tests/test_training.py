@@ -280,14 +280,15 @@ def test_what_a_kill_left_half_written_is_cleared_away(made, tiny_folder, tmp_pa
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_forecast_counts_the_steps_to_come_and_moves_nothing(made, tiny_folder, tmp_path, optimizer):
-    trainer = trainer_for(made, tiny_folder, tmp_path, train_optimizer=optimizer, train_epochs=1)
-    before, parameters = weights(trainer), settings(train_optimizer=optimizer, train_epochs=1)
+    chosen = {"train_optimizer": optimizer, "train_epochs": 1, "train_on_prompts": optimizer == "muon"}
+    trainer = trainer_for(made, tiny_folder, tmp_path, **chosen)
+    before, parameters = weights(trainer), settings(**chosen)
     proposal, _ = draft.propose(AutoConfig.from_pretrained(tiny_folder), parameters, [2, 4, 5])
     plan = forecast.expect(trainer, parameters, proposal)
     assert all(torch.equal(before[n], w) for n, w in weights(trainer).items())
     assert all(not o.state for o in trainer.optimizers) and trainer.global_step == 0
-    # a batch holds two rows of 8 + 24 tokens: 24 supervised and the two positions before, whose later steps reach them
-    assert plan["supervised starts in the fullest batch"] == 2 * 26
+    # a batch holds two rows of 8 + 24 tokens: all but the first, or 24 and the two before, whose later steps reach them
+    assert plan["supervised starts in the fullest batch"] == 2 * (31 if parameters.train_on_prompts else 26)
     assert plan["tokens per epoch"] == 9 * 32 and 0 < plan["of it optimiser"] < plan["seconds per step"]
     trainer.run_training()
     assert plan["steps"] == len(trainer.curve)

@@ -12,7 +12,7 @@ also the projected state, and the joined input of the starts again. For the star
 the state before and after the MLP in float32; the MLP's input, gate and up; the final norm's output and the gradient of the
 loss by it. Once: a cast of every trained matrix (in float32, a copy of those that are stacked), and a trained head's gradient.
 
-*Passing*: one block of 256 rows of logits and what the loss makes of it, the casts of both heads; or the optimiser's own.
+*Passing*: one block of rows of logits and what the loss makes of it, the casts of both heads; or the optimiser's own.
 
 Only tensors are counted. A GPU's allocator and a CPU's keep freed blocks besides, so what is refused could not have run, and
 what is let through may still need more (on a CPU up to half as much again was seen with glibc's own settings).
