@@ -45,7 +45,7 @@ class Parameters(BaseModel):
     example_id: str = _p("train-a-001", "12345", "id of the conversation followed through the five notebooks", min_length=1)
 
     prompts_train: str = _p("data/prompts/train.jsonl", "15", "prompts to answer and train on (JSONL)", min_length=1)
-    prompts_limit: Count = _p(0, "1", "first so many prompts after shuffling; 0 takes all", ge=0)
+    prompts_limit: Count = _p(1150, "1", "first so many prompts after shuffling; 0 takes all", ge=0)
     max_sequence_tokens: Count = _p(1024, "1345", "longest conversation, in tokens; a longer prompt is an error", ge=16, le=1_048_576)
     answer_max_tokens: Count = _p(128, "1", "longest answer, in tokens", ge=1)
     answer_temperature: float = _p(0.0, "1", "0 answers greedily, above it samples", ge=0.0, le=5.0)
