@@ -45,7 +45,7 @@ class Parameters(BaseModel):
     example_id: str = _p("train-a-001", "12345", "id of the conversation followed through the five notebooks", min_length=1)
 
     prompts_train: str = _p("data/prompts/train.jsonl", "15", "prompts to answer and train on (JSONL)", min_length=1)
-    prompts_limit: Count = _p(1150, "1", "first so many prompts after shuffling; 0 takes all", ge=0)
+    prompts_limit: Count = _p(900, "1", "first so many prompts after shuffling; 0 takes all", ge=0)
     max_sequence_tokens: Count = _p(1024, "1345", "longest conversation, in tokens; a longer prompt is an error", ge=16, le=1_048_576)
     answer_max_tokens: Count = _p(128, "1", "longest answer, in tokens", ge=1)
     answer_temperature: float = _p(0.0, "1", "0 answers greedily, above it samples", ge=0.0, le=5.0)
@@ -81,7 +81,7 @@ class Parameters(BaseModel):
     train_clip: float = _p(1.0, "4", "largest gradient norm (the library itself cuts at 1)", gt=0.0, le=1.0)
     train_scheduler: Literal["linear", "cosine", "none"] = _p("cosine", "4", "how the rate falls")
     train_warmup_ratio: float = _p(0.02, "4", "share of steps the rate rises over", ge=0.0, le=1.0)
-    train_epochs: Count = _p(4, "4", "passes over the training conversations", ge=1)
+    train_epochs: Count = _p(3, "4", "passes over the training conversations", ge=1)
     train_batch_tokens: Count = _p(1536, "34", "tokens packed into one step", ge=16)
     train_ttt_steps: Count = _p(3, "34", "training-time-test steps", ge=1, le=8)
     train_step_decay: float = _p(1.0, "34", "weight of step j is this to the power j", gt=0.0, le=1.0)
