@@ -28,7 +28,7 @@ from helpers.errors import EngineError, MissingInput
 from helpers.params import ROOT, STAGES
 
 K, MOST = 3, 24
-SMALL = {"evaluation_max_tokens": 40, "draft_vocab_size": 2048, "train_epochs": 8, "train_batch_tokens": 1024, "heldout_share": 0.05}
+SMALL = {"evaluation_max_tokens": 40, "draft_vocab_size": 2048, "train_epochs": 6, "train_batch_tokens": 1024, "heldout_share": 0.05}
 
 
 def as_vllm(record):
@@ -90,10 +90,32 @@ def test_steps_worked_out_from_tokens_are_those_of_live_decoding(live):
     rows = [as_vllm(r) for r in records]
     made = served.records(found, ids, {"rows": rows, "counters": totals(rows)}, inside)
     assert made == [{key: value for key, value in r.items() if key != "guesses"} for r in records]
+    assert served.shared(records, made) == (records, made)
     rows = served.positions(records, made)
     assert [row["position"] for row in rows] == [1, 2, 3]
-    assert all(row["difference"] == row["difference inside the answer"] == 0.0 for row in rows)
+    assert all(row["difference"] == row["difference inside the answer"] == row["difference same text"] == 0.0 for row in rows)
     assert any(row["ours"] != row["ours inside the answer"] for row in rows), "a cut step counts differently in the two ways"
+
+
+def chain(tokens, accepted):
+    """A record whose steps accept so many tokens each, none cut."""
+    emitted = [a + 1 for a in accepted]
+    miss = ["" if a == K else "wrong" for a in accepted]
+    steps = {"drafted": [K] * len(accepted), "accepted": accepted, "emitted": emitted, "miss": miss}
+    return {"id": "a", "category": "c", "prompt_tokens": 1, "tokens": tokens} | steps
+
+
+def test_steps_after_the_texts_part_are_left_out():
+    ours = [chain([1, 2, 3, 4, 5, 6, 7], [1, 0, 2])]  # steps end after tokens 3, 4 and 7
+    theirs = [chain([1, 2, 3, 4, 5, 9, 9, 9, 9], [0, 2, 3])]  # after 2, 5 and 9; the texts part after 5
+    a, b = served.shared(ours, theirs)
+    assert (a[0]["accepted"], a[0]["tokens"]) == ([1, 0], [1, 2, 3, 4])
+    assert (b[0]["accepted"], b[0]["tokens"]) == ([0, 2], [1, 2, 3, 4, 5])
+    first = served.positions(ours, theirs)[0]
+    assert (first["ours same text"], first["vllm same text"]) == (0.5, 0.5)  # one of two steps each
+    assert (first["ours"], first["vllm"]) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+    none = served.positions([chain([1, 2], [0])], [chain([3, 2], [0])])[0]  # prefill's token differs already
+    assert none["difference same text"] is None and none["difference"] == 0.0
 
 
 def test_positions_are_accepted_by_drafted(live):
@@ -217,34 +239,41 @@ def test_what_hangs_is_ended_with_its_children(engine, tmp_path, monkeypatch):
 # --- verdicts ----------------------------------------------------------------------------------------------------
 
 
-def result(difference=0.0, different=0, prompts=64, formats=0.0):
-    row = {"position": 1, "ours": 0.5, "vllm": 0.5 + difference, "difference": difference}
-    row |= {f"{key} inside the answer": row[key] for key in ("ours", "vllm", "difference")}
-    held = {"identical": prompts - different, "ties": 0, "different": different}
-    fast = {"prompts": 2, "tokens_per_second_with_draft": 40.0, "tokens_per_second_plain": 25.0, "speedup": 1.6}
+def result(same=0.0, whole=0.0, different=0, prompts=64, formats=0.0):
+    row = {"position": 1}
+    for suffix, difference in (("", whole), (served.INSIDE, 0.0), (served.SAME, same)):
+        row |= {f"ours{suffix}": 0.5, f"vllm{suffix}": 0.5 + (difference or 0.0), f"difference{suffix}": difference}
     length = {"value": 1.5}
     return {
-        "positions": [row], "texts": held, "prompts": prompts, "k": 3, "speed": fast, "accept_length": {"ours": length, "vllm": length},
+        "positions": [row],
+        "texts": {"identical": prompts - different, "ties": 0, "different": different},
+        "prompts": prompts,
+        "k": 3,
+        "speed": {"prompts": 2, "tokens_per_second_with_draft": 40.0, "tokens_per_second_plain": 25.0, "speedup": 1.6},
+        "accept_length": {"ours": length, "vllm": length},
         "formats_largest_difference": formats,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     ("changes", "verdicts"),
     [
-        ({}, [True, True, True, True]),
-        ({"difference": -0.031}, [False, True, True, True]),
-        ({"difference": 0.029}, [True, True, True, True]),
-        ({"different": 1}, [True, False, True, True]),
-        ({"formats": 0.011}, [True, True, False, True]),
-        ({"prompts": 59}, [True, True, True, None]),
+        ({}, [True, True, True, True, True]),
+        ({"same": -0.031, "whole": -0.029}, [False, True, True, True, True]),
+        ({"same": 0.029, "whole": 0.031}, [True, None, True, True, True]),
+        ({"same": None}, [None, True, True, True, True]),
+        ({"different": 1}, [True, True, False, True, True]),
+        ({"formats": 0.011}, [True, True, True, False, True]),
+        ({"prompts": 59}, [True, True, True, True, None]),
     ],
 )
 def test_each_gate_fails_for_its_own_reason(changes, verdicts):
-    assert [check[1] for check in served.checks(result(**changes))] == verdicts
+    found = result(**changes)
+    assert [check[1] for check in served.checks(found)] == verdicts
     lines = []
-    assert served.verdict(result(**changes), lines.append) == (False in verdicts)
+    assert served.verdict(found, lines.append) == (False in verdicts)
     assert sum(line.startswith("FAILED") for line in lines) == verdicts.count(False)
+    assert ("—" in served.table(found)) == (changes.get("same", 0.0) is None)
 
 
 class Clocked:
@@ -309,5 +338,6 @@ def test_vllm_accepts_what_we_accept(tmp_path, capsys):
             files.write_json(ROOT / "build" / "served.json", result)
         print(served.table(result))
         assert served.verdict(result) == 0
-    assert result["positions"][2]["ours"] > 0.01, "a draft that never gets to the third position tests too little"
+    assert all(passed for _, passed, *_ in served.checks(result)[2:])
+    assert result["positions"][2]["ours same text"] > 0.01, "a draft that never gets to the third position tests too little"
     assert result["speed"]["tokens_per_second_plain"] > 0
