@@ -21,6 +21,7 @@ from helpers import (
     evidence,
     extraction,
     forced,
+    headloss,
     pages,
     params,
     speculative,
@@ -29,6 +30,7 @@ from helpers import (
     vocab,
 )
 from helpers.conversations import from_turns, prompt_ids
+from helpers.errors import DamagedInput
 
 LAYERS, K, ANSWER = [2, 4, 5], 3, 16
 WORDS = "rain river garden letter number window music paper history travel kitchen engine".split()
@@ -343,13 +345,14 @@ def test_counts_of_other_rows(run):
 
 
 def test_gradient_that_lacks_a_part(run, monkeypatch):
-    right = ttt._kl
+    right = headloss._kl
 
-    def short(*arguments):
-        gradient, *others = right(*arguments)
-        return gradient * 0.99, *others
+    def short(raw, *arguments):
+        found = right(raw, *arguments)  # the logits become the gradient
+        raw.mul_(0.99)
+        return found
 
-    monkeypatch.setattr(ttt, "_kl", short)
+    monkeypatch.setattr(headloss, "_kl", short)
     assert failing(run.walk()) == {"attention parity"}
 
 
@@ -387,11 +390,15 @@ def test_decoding_attention_that_sees_too_little(run, monkeypatch):
     only(run.walk(), "attention choice after reload", "from float64")
 
 
-@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_before_fc"])
-def test_norm_flags_switched(run, flag):
-    config = json.loads(run.path(4, "best", "config.json").read_text())
-    write(run.path(4, "best", "config.json"), config | {flag: not config[flag]})
-    only(run.walk(), "norm flags", f"{flag} is")
+def test_norm_flag_switched(run):
+    run.change_json(4, "best", "config.json", norm_before_residual=False)
+    only(run.walk(), "norm flags", "norm_before_residual is")
+
+
+def test_norm_flag_whose_weights_are_not_there_is_refused_at_loading(run):
+    run.change_json(4, "best", "config.json", norm_before_fc=True)
+    with pytest.raises(DamagedInput, match="missing: input_norm.weight"):
+        run.walk()
 
 
 def test_flag_that_is_refuted_by_its_own_chains_where_no_config_was_kept(run):

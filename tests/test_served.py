@@ -10,6 +10,7 @@ import torch
 
 from helpers import (
     draft,
+    drafting,
     environment,
     evaluation,
     extraction,
@@ -77,7 +78,7 @@ def live(tiny, make_draft, monkeypatch):
                 right[len(calls) // 3 % k] += 1
             return torch.tensor([right]) % 512
 
-        monkeypatch.setattr(speculative, "_draft", guess)
+        monkeypatch.setattr(drafting, "greedy", guess)
         made = speculative.decode(tiny, [asked], max_tokens=MOST, drafter=drafter, k=K)
         records += made.records([prompt.id], [prompt.category], drafter.inside)
     assert any(r["emitted"][-1] <= r["accepted"][-1] for r in records), "no step was cut, so the end of an answer goes untested"
