@@ -342,3 +342,12 @@ def test_vllm_accepts_what_we_accept(tmp_path, capsys):
     assert all(passed for _, passed, *_ in served.checks(result)[2:])
     assert result["positions"][2]["ours same text"] > 0.01, "a draft that never gets to the third position tests too little"
     assert result["speed"]["tokens_per_second_plain"] > 0
+
+
+def test_the_page_asks_whether_vllm_is_there_and_goes_on_without(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBOOK_VLLM_PYTHON", str(tmp_path / "none"))
+    assert not served.there()
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("WORKBOOK_VLLM_PYTHON", str(tmp_path / "python"))
+    assert served.there()

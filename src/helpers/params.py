@@ -103,6 +103,7 @@ class Parameters(BaseModel):
     sampling_temperature: float = _p(1.0, "5", "temperature they are sampled at", gt=0.0, le=5.0)
     speed_prompts: Count = _p(5, "5", "prompts timed one at a time", ge=1)
     speed_tokens: Count = _p(32, "5", "tokens each of them is decoded for", ge=4)
+    evaluation_in_vllm: bool = _p(True, "5", "decode the prompts in vLLM as well, where an environment with it is found")
     node_decode_ms: float = _p(20.0, "5", "one decoding step on the node you serve from, in milliseconds", gt=0.0)
     node_allreduce_share: float = _p(0.5, "5", "share of that step spent in all-reduce", ge=0.0, lt=1.0)
 

@@ -21,7 +21,7 @@ from helpers import acceptance, comparison, draft, evaluation, exports, files, m
 from helpers import verifier as verifiers
 from helpers.chains import ChainRecord, check
 from helpers.conversations import Prompt
-from helpers.errors import EngineError
+from helpers.errors import EngineError, MissingInput
 from helpers.launcher import Engine, engine, interpreter
 from helpers.params import STAGES, Parameters
 from helpers.verifier import Verifier
@@ -150,6 +150,14 @@ def speed(drafted: Engine, plain: Engine, prompts: int, k: int) -> dict[str, Any
         "tokens_per_second_plain": rates[1],
         "speedup": rates[0] / rates[1],
     }
+
+
+def there() -> bool:
+    """Whether an environment with vLLM is found, so that `measure` can run."""
+    try:
+        return interpreter().is_file()
+    except MissingInput:
+        return False
 
 
 def measure(
