@@ -84,7 +84,7 @@ def test_make_installs_with_the_constraints_and_ci_runs_make_test():
     assert "-c constraints.txt -e '.[dev]'" in makefile
     assert "$(READY): pyproject.toml constraints.txt" in makefile
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if line.startswith("make ")] == ["make test", "make served-test"]
+    assert [line.strip() for line in lines if line.strip().startswith("make ")] == ["make test", "make served-test"]
 
 
 def test_vllms_environment_is_pinned_whole_and_leaves_out_what_breaks_a_cpu_torch():
