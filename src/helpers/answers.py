@@ -100,9 +100,7 @@ def _prefill(verifier: Verifier, prompts: Sequence[list[int]], width: int, capac
     parts = []
     for group in batches([len(p) for p in prompts], budget=PREFILL_TOKENS):
         rows = [prompts[i][:-1] for i in group]
-        ids = torch.zeros(len(rows), max(1, max(map(len, rows))), dtype=torch.long, device=verifier.device)
-        for b, row in enumerate(rows):
-            ids[b, : len(row)] = torch.tensor(row, device=verifier.device)
+        ids = verifier.padded(rows)
         cache = RowCache(ids.shape[1])
         verifier.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
         parts.append((group, [len(row) for row in rows], cache))

@@ -63,7 +63,8 @@ def movements(probe: Probe, row: dict[str, torch.Tensor], first: int) -> dict[st
     }
 
 
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖ over all values; infinite where either is not finite."""
     error = (found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
     return error.item() if torch.isfinite(error) else float("inf")
 
@@ -87,9 +88,9 @@ def _compare(probe: Probe, row: dict[str, torch.Tensor], wanted: reference.Resul
     states, loss, gradients = probe.step(row, dtype)
     places = probe.places(row)
     kept = (row["document_ids"][0] != -1)[places]
-    errors = {name: _error(g, wanted.gradients[name]) for name, g in gradients.items()}
+    errors = {name: relative_error(g, wanted.gradients[name]) for name, g in gradients.items()}
     worst = max(errors, key=errors.__getitem__)
-    output = max(_error(a[kept], b[places][kept]) for a, b in zip(states, wanted.hidden, strict=True))
+    output = max(relative_error(a[kept], b[places][kept]) for a, b in zip(states, wanted.hidden, strict=True))
     total = sum(wanted.losses).item()
     return {"output": output, "loss": abs(loss - total) / abs(total), "gradient": errors[worst], "worst": worst, "parameters": len(errors)}
 

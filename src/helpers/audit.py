@@ -203,10 +203,7 @@ def audit(
     """
     chosen = sampled(len(rows), sample, seed)
     claimed = [*layer_ids, verifier.depth]
-    padded = torch.zeros(len(chosen), max(len(rows[i].input_ids) for i in chosen) + PADDING, dtype=torch.long)
-    for b, i in enumerate(chosen):
-        padded[b, : len(rows[i].input_ids)] = torch.tensor(rows[i].input_ids)
-    batched = verifier.states(padded, list(layer_ids))
+    batched = verifier.states(verifier.padded([rows[i].input_ids for i in chosen], extra=PADDING), list(layer_ids))
     found = []
     for b, i in enumerate(chosen):
         fresh = _fresh(verifier, rows[i].input_ids)

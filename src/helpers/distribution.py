@@ -60,11 +60,9 @@ def chi_square(observed_M: Sequence[int], probability_M: Sequence[float], *, few
     return found | {"statistic": statistic, "degrees": degrees, "p_value": tail(statistic, degrees) if degrees else None}
 
 
-@torch.inference_mode()
 def next_token(verifier: Verifier, context: Sequence[int], temperature: float) -> np.ndarray:
     """The verifier's probabilities of the token after a context [V], from one plain forward pass."""
-    hidden = verifier.decoder(input_ids=torch.tensor([list(context)], device=verifier.device), use_cache=False).last_hidden_state[0, -1]
-    return rejection.probabilities(verifier.head(hidden), temperature).double().cpu().numpy()
+    return rejection.probabilities(verifier.next_logits(context), temperature).double().cpu().numpy()
 
 
 def first_tokens(

@@ -213,6 +213,12 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
+def verifier_ids(model: Any) -> torch.Tensor:
+    """The verifier's id of every id of the draft [D]: draft id + d2t, or the same where the draft has the whole vocabulary."""
+    ids = torch.arange(model.draft_vocab_size, device=model.fc.weight.device)
+    return ids if model.d2t is None else ids + model.d2t.to(ids.device)
+
+
 def library_attention(choice: str) -> str:
     """What the library's own forward runs with: `ttt` is our step, beside which the library's layers keep sdpa."""
     return "sdpa" if choice == "ttt" else choice

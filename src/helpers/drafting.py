@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 
 from helpers import rejection
 from helpers.decoding import GROUPED, RowCache
+from helpers.draft import verifier_ids
 from helpers.errors import DataError
 
 
@@ -31,10 +32,7 @@ class Drafter:
         self.config = model.config
         model.config.transformer_layer_config._attn_implementation = GROUPED  # decoding has its own; training's stays in draft.json
         self.dtype = model.fc.weight.dtype
-        size = model.draft_vocab_size
-        offsets = model.d2t if model.d2t is not None else torch.zeros(size, dtype=torch.long)
-        self.to_verifier = torch.arange(size) + offsets.cpu()
-        self.to_verifier = self.to_verifier.to(model.fc.weight.device)
+        self.to_verifier = verifier_ids(model)
 
     @property
     def inside(self) -> list[bool] | None:

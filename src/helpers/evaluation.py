@@ -78,15 +78,13 @@ def first_turns(verifier: Verifier, found: Sequence[Prompt], max_tokens: int, ma
     return ids
 
 
-@torch.inference_mode()
 def gap(verifier: Verifier, context: Sequence[int], one: int, other: int) -> tuple[float, float]:
     """Difference of the verifier's logits for two tokens after a context, from one plain forward pass, and the widest tie.
 
     A tie is up to four spacings of the dtype (see `tie`; bfloat16 between 16 and 32: 4 x 0.125): a pass over
     several tokens, a pass over one and the pass made here round differently, each by a spacing or so.
     """
-    hidden = verifier.decoder(input_ids=torch.tensor([list(context)], device=verifier.device), use_cache=False).last_hidden_state[0, -1]
-    logits = verifier.head(hidden).float()
+    logits = verifier.next_logits(context).float()
     return float(logits[one] - logits[other]), tie(verifier.dtype, float(logits[one]), float(logits[other]))
 
 
@@ -174,10 +172,7 @@ def reread(
     found: dict[str, Any] = {"tokens": 0, "first": 0, "ties": 0, "apart": 0, "widest": 0.0}
     foreseen: dict[str, list[Any]] = {name: [None] * min(len(rows), foreseen_rows) for name in drafters}
     for batch in batches([len(row) for row in rows], budget=READ):
-        padded = torch.zeros(len(batch), max(len(rows[i]) for i in batch), dtype=torch.long)
-        for b, i in enumerate(batch):
-            padded[b, : len(rows[i])] = torch.tensor(rows[i])
-        states = verifier.states(padded, aux)
+        states = verifier.states(verifier.padded([rows[i] for i in batch]), aux)
         for b, i in enumerate(batch):
             start, length = len(ids[i]), len(rows[i])
             logits_AV = verifier.logits(states[b, start - 1 : length - 1, -1]).float()

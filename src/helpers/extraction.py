@@ -222,10 +222,7 @@ def extract(
     with ThreadPoolExecutor(1) as writer:
         for number, batch in enumerate(plan, 1):
             picked = [found[i].input_ids for i in batch]
-            padded = torch.zeros(len(picked), max(map(len, picked)), dtype=torch.long)
-            for b, row in enumerate(picked):
-                padded[b, : len(row)] = torch.tensor(row)
-            states = verifier.states(padded, ids).cpu()
+            states = verifier.states(verifier.padded(picked), ids).cpu()
             while len(pending) >= WAITING:
                 pending.pop(0).result()
             pending.append(writer.submit(_write, folder, {i: b for b, i in enumerate(batch) if i in todo}, picked, states))

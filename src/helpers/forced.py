@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from helpers import ttt
+from helpers import draft, replaying, ttt
 from helpers.chains import ChainRecord, flatten
 from helpers.errors import DamagedInput
 from helpers.extraction import load_states, shard
 from helpers.files import shown
+from helpers.replaying import Foreseen
 
 PACK = 2048  # positions of one pass
 
@@ -70,23 +72,6 @@ def _packs(rows: Sequence[Row], places: Sequence[int]) -> Iterator[list[int]]:
         yield pack
 
 
-def _steps(ids: Sequence[int], start: int, stop: int, guesses: Sequence[Sequence[int]], offset: int) -> list[dict[str, Any]]:
-    """The chain through an answer [start, stop), as `speculative.replay` records it.
-
-    Args:
-        guesses: per TTT step, the proposal of every packed position in the verifier's ids; `offset` is the row's first.
-    """
-    k, steps, at = len(guesses), [], start
-    while at + 1 < stop:
-        room = min(k, stop - 1 - at)
-        drafted = [guesses[j][offset + at - 1] for j in range(room)]  # the entry that joins token `at` with the states before it
-        m = next((j for j in range(room) if drafted[j] != ids[at + 1 + j]), room)
-        emitted = list(ids[at + 1 : min(at + m + 2, stop)])
-        steps.append({"drafted": drafted, "accepted": m, "emitted": emitted})
-        at += len(emitted)
-    return steps
-
-
 @torch.no_grad()
 def chains(
     model: Any, rows: Sequence[Row], places: Sequence[int], folder: Path, k: int, *, names: Sequence[tuple[str, str]] | None = None
@@ -103,8 +88,7 @@ def chains(
     Raises:
         DamagedInput: a shard cannot be read or has states for another number of tokens.
     """
-    ids = torch.arange(model.draft_vocab_size, device=model.fc.weight.device)
-    to_verifier = ids if model.d2t is None else ids + model.d2t
+    to_verifier = draft.verifier_ids(model)
     inside = None if model.t2d is None else model.t2d.tolist()
     spans = {i: answer_span(rows[i][1]) for i in places}
     usable = [i for i in places if spans[i] and spans[i][0] and spans[i][1] - spans[i][0] > 1]
@@ -114,13 +98,16 @@ def chains(
         for pack in _packs(rows, usable):
             batch = _batch(rows, pack, folder, model.fc.weight)
             drafted, _, _ = ttt.forward(model, **batch, ttt_steps=k)
-            guesses = [torch.where(d[0] >= 0, to_verifier[d[0].clamp_min(0)], -1).tolist() for d in drafted]
+            guesses_NK = torch.stack([torch.where(d[0] >= 0, to_verifier[d[0].clamp_min(0)], -1) for d in drafted], 1).cpu().numpy()
             offset = 0
             for i in pack:
                 text, (start, stop) = list(rows[i][0]), spans[i]
+                # the entry that joins token t with the states before it stands at t - 1; what follows the last token is not judged
+                there_SK = guesses_NK[offset + start - 1 : offset + stop - 2]
+                steps = replaying.walk(Foreseen(text[:stop], start, there_SK, np.ones(there_SK.shape)), k)
                 name, category = names[i] if names else (f"row-{i}", "")
                 made = {"id": name, "category": category, "prompt_tokens": start, "tokens": text[start:stop]}
-                records.append(flatten(made | {"steps": _steps(text, start, stop, guesses, offset)}, inside))
+                records.append(flatten(made | {"steps": steps}, inside))
                 offset += len(text) - 1
     finally:
         model.train(was_training)

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from helpers import files, params
+from helpers import draft, files, params, weights
 from helpers.errors import DamagedInput, MissingInput, ParameterError
 from helpers.params import Parameters
 from helpers.verifier import text_config
@@ -118,18 +117,15 @@ def _from_verifier(model: Any) -> dict[str, torch.Tensor]:
 
 def _read(folder: Path) -> tuple[dict[str, torch.Tensor], str]:
     """All tensors of a checkpoint folder, and one sha256 over its weight files."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths or not (folder / "config.json").is_file():
+    if not any(folder.glob("*.safetensors")) or not (folder / "config.json").is_file():
         raise MissingInput(
             "no draft checkpoint (config.json and *.safetensors) to start from",
             where=files.shown(folder),
             do="set draft_init to a folder with one; a run that goes on from its own draft needs another name, since its folder is moved",
         )
-    tensors, digest = {}, hashlib.sha256()
-    for path in paths:
+    tensors, digest = weights.tensors(folder), hashlib.sha256()
+    for path in weights.weight_files(folder):
         digest.update(files.file_sha256(path).encode())
-        with safe_open(path, framework="pt") as stream:
-            tensors |= {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118  not a dict
     bad = [n for n, t in tensors.items() if t.is_floating_point() and not torch.isfinite(t).all()]
     if bad:
         raise DamagedInput(f"NaN or infinity in {', '.join(bad[:4])}", where=files.shown(folder), do="take another checkpoint")
@@ -174,8 +170,7 @@ def _head(model: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor | 
     there = tensors["lm_head.weight"].float()
     tokens = torch.arange(len(there)) + tensors.get("d2t", torch.zeros(len(there), dtype=torch.long))
     place = torch.full((model.verifier_vocab_size,), -1)
-    here = torch.arange(model.draft_vocab_size) + (model.d2t.cpu() if model.d2t is not None else 0)
-    place[here] = torch.arange(model.draft_vocab_size)
+    place[draft.verifier_ids(model).cpu()] = torch.arange(model.draft_vocab_size)
     row = place[tokens]
     known = row >= 0
     head = model.lm_head.weight.detach().clone()

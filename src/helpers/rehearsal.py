@@ -66,8 +66,8 @@ def ceiling(ids: Sequence[int], first: int, k: int, inside: Sequence[bool] | Non
 def proposals(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> tuple[float, list[list[int]]]:
     """Loss of a batch, and the draft's first choice per TTT step in the verifier's ids ([N] each, -1 where none)."""
     drafted, loss, _ = _seen(model, batch, parameters)
-    offsets = model.d2t if model.d2t is not None else torch.zeros(model.draft_vocab_size, dtype=torch.long)
-    return loss.item(), [torch.where(d[0] >= 0, d[0] + offsets[d[0].clamp_min(0)], -1).tolist() for d in drafted]
+    ids = draft.verifier_ids(model)
+    return loss.item(), [torch.where(d[0] >= 0, ids[d[0].clamp_min(0)], -1).tolist() for d in drafted]
 
 
 def by_step(model: Any, batch: dict[str, torch.Tensor], parameters: Parameters) -> list[dict[str, Any]]:

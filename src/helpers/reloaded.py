@@ -12,19 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from helpers import attention_checks, comparison, decoding, draft, speculative, ttt
+from helpers import comparison, decoding, draft, speculative, ttt, weights
+from helpers.attention_checks import TOLERANCE, relative_error
 from helpers.errors import MissingInput, WorkbookError
 from helpers.evidence import FIRST, Evidence, Finding
 
 FLAG_ROWS = 12  # training rows on which a flag is held against its opposite
-MOST = attention_checks.TOLERANCE
-
-
-def _error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    error = ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)).item()
-    return error if error == error else float("inf")
 
 
 @contextlib.contextmanager
@@ -60,12 +54,12 @@ def attention_parity(e: Evidence) -> Finding:
         model.eval()
     documents, mask = row["document_ids"][0], row["loss_mask"][0]
     places = ttt.plan(documents, mask, steps).starts if choice == "ttt" else (documents >= 0).nonzero().squeeze(1)
-    output = max(_error(x if x.dim() == 2 else x[0][places], w[places]) for x, w in zip(seen, wanted.hidden, strict=True))
+    output = max(relative_error(x if x.dim() == 2 else x[0][places], w[places]) for x, w in zip(seen, wanted.hidden, strict=True))
     own = {n: p.grad for n, p in model.named_parameters()}
-    errors = {n: float("inf") if own[n] is None else _error(own[n], g) for n, g in wanted.gradients.items()}
+    errors = {n: float("inf") if own[n] is None else relative_error(own[n], g) for n, g in wanted.gradients.items()}
     worst = max(errors, key=errors.__getitem__)
     figure = f"{choice}: outputs {output:.0e}, gradients {errors[worst]:.0e} ({worst}) from float64 over {steps} TTT steps"
-    return Finding(output <= MOST and errors[worst] <= MOST, figure, do)
+    return Finding(output <= TOLERANCE and errors[worst] <= TOLERANCE, figure, do)
 
 
 @torch.no_grad()
@@ -79,7 +73,7 @@ def _decoded(e: Evidence) -> float:
         edges = [0, *range(30, FIRST + 1)]
         made = [drafter.advance(cache, tokens[:, a:b], features[:, a:b]) for a, b in zip(edges, edges[1:], strict=False)]
     expected = wanted.hidden[0][:FIRST]
-    return _error(torch.cat(made, 1)[0], model.norm(expected.float()) if model.config.norm_output else expected)
+    return relative_error(torch.cat(made, 1)[0], model.norm(expected.float()) if model.config.norm_output else expected)
 
 
 def attention_after_reload(e: Evidence) -> Finding:
@@ -97,25 +91,13 @@ def attention_after_reload(e: Evidence) -> Finding:
         return Finding(False, f"the loaded draft computes with {', '.join(sorted(used))}; chosen was {choice}", do)
     error = _decoded(e)
     figure = f"{choice} stored, {', '.join(sorted(used))} in use; decoding over the cache is {error:.0e} from float64"
-    return Finding(error <= MOST, figure, "report it: the decoding attention is wrong on this device")
-
-
-def _tensors(e: Evidence) -> set[str]:
-    """Names of the checkpoint's tensors. Raises MissingInput."""
-    files = sorted(e.checkpoint.glob("*.safetensors"))
-    if not files:
-        raise MissingInput("no weights beside the draft's config", where=str(e.checkpoint), do="run notebook 04")
-    found: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            found |= set(opened.keys())
-    return found
+    return Finding(error <= TOLERANCE, figure, "report it: the decoding attention is wrong on this device")
 
 
 def norm_flags(e: Evidence) -> Finding:
     """Norms that flags switch on have weights, weights that exist are switched on, and no flag does better the other way round."""
     config, first, faults = e.model.config, e.model.layers[0], []
-    names = _tensors(e)
+    names = weights.headers(e.checkpoint)
     for flag, weight in (("norm_before_fc", "input_norm.weight"), ("fc_norm", "fc_norm.0.weight")):
         if bool(getattr(config, flag)) != (weight in names):
             faults.append(f"{flag} is {getattr(config, flag)}, {weight} is {'there' if weight in names else 'not there'}")

@@ -203,13 +203,10 @@ def _layer_ids(drafter: Drafter | None) -> list[int]:
 def _prefill(verifier, prompts, max_tokens, drafter, rule, clock, given=None) -> _Batch:
     """Both caches filled with the prompts, and the token after each: the verifier's own, or the one given."""
     device, layer_ids = verifier.device, _layer_ids(drafter)
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-    for b, prompt in enumerate(prompts):
-        ids[b, : len(prompt)] = torch.tensor(prompt, device=device)
+    ids = verifier.padded(prompts)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     everyone = torch.arange(len(prompts), device=device)
-    cache, draft_cache = RowCache(width + max_tokens + rule.k + 2), RowCache(width + max_tokens + rule.k + 2)
+    cache, draft_cache = (RowCache(ids.shape[1] + max_tokens + rule.k + 2) for _ in range(2))
     clock.lap("overhead")
     with verifier.capture(layer_ids) as states:
         # rows are padded on the right: causal attention keeps the padding out of every real position

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +193,19 @@ class Verifier:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def padded(self, rows: Sequence[Sequence[int]], *, extra: int = 0) -> torch.Tensor:
+        """Rows of token ids side by side [B, T] on this device, zeros to their right: `extra` of them behind the longest."""
+        ids = torch.zeros(len(rows), max(1, *map(len, rows)) + extra, dtype=torch.long, device=self.device)
+        for b, row in enumerate(rows):
+            ids[b, : len(row)] = torch.tensor(row, device=self.device)
+        return ids
+
+    @torch.inference_mode()
+    def next_logits(self, context: Sequence[int]) -> torch.Tensor:
+        """Logits of the token after a context [V], from one plain forward pass."""
+        ids = torch.tensor([list(context)], device=self.device)
+        return self.head(self.decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -1])
 
     @torch.inference_mode()
     def states(self, input_ids_BT: torch.Tensor, ids: list[int]) -> torch.Tensor:
